@@ -1,0 +1,10 @@
+"""Eight virtual CPU devices, strict dtype promotion, and no x64, before jax starts."""
+
+import os
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -1,0 +1,155 @@
+"""Mixture of experts: router, sorted grouped dispatch, shared expert (architecture section 7).
+
+Each token's choices are sorted by expert and laid out in tiles of rows that share one. A tile dequantises its expert's
+packed weights and multiplies; the work follows the number of rows, and no expert is touched that no tile needs.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from v41jax.config import Config
+from v41jax.layers import project
+from v41jax.tree import ArraySpec, Specs
+
+LARGEST_TILE = 128  # rows that share one dequantised expert
+TILES_AT_ONCE = 8  # tiles multiplied together: bounds the dequantised weights in memory
+
+
+class Routes(NamedTuple):
+    """expert: i32 [..., n], best first. weight: f32 [..., n]."""
+
+    expert: jax.Array
+    weight: jax.Array
+
+
+def specs(cfg: Config, experts: int) -> Specs:
+    """Describes router, `experts` routed experts and the shared one. The router is never quantised."""
+    D, F = cfg.hidden_size, cfg.moe_intermediate_size
+
+    def routed(shape, axes):
+        axes = ("experts", *axes)
+        return ArraySpec(shape=(experts, *shape), axes=axes, format=cfg.expert_format, per_expert=True)
+
+    def shared(shape, axes):
+        return ArraySpec(shape=shape, axes=axes, format=cfg.dense_format)
+
+    def bias():
+        return ArraySpec(shape=(experts,), axes=("experts",), init="zeros", dtype="float32", suffix="")
+
+    shapes = {"w1": ((F, D), ("mlp", "embed")), "w2": ((D, F), ("embed", "mlp")), "w3": ((F, D), ("mlp", "embed"))}
+    return {
+        "gate": {
+            "weight": ArraySpec(shape=(experts, D), axes=("experts", "embed"), suffix=""),
+            "bias": bias(),
+            **({"bias_vl": bias()} if cfg.vision else {}),  # chooses for image tokens, which this text model has none of
+        },
+        "experts": {name: routed(*shape) for name, shape in shapes.items()},
+        "shared_experts": {name: shared(*shape) for name, shape in shapes.items()},
+    }
+
+
+def route(params, x_TD, *, top: int, cfg: Config) -> Routes:
+    """Chooses `top` experts a token by score plus bias (ties: the lower expert); weights are the scores alone, in float32.
+
+    Source: reference `Gate`.
+    """
+    logits = project(x_TD, params["weight"], dtype=jnp.float32) / jnp.float32(cfg.gate_temp)
+    return choose(logits, params["bias"], top=top, cfg=cfg)
+
+
+def choose(logits_TE, bias_E, *, top: int, cfg: Config) -> Routes:
+    """Scores router logits and picks; see `route`."""
+    if cfg.scoring_func == "sqrtsoftplus":
+        # Floored inside the root: below -87 softplus underflows and the root's gradient would be NaN.
+        scores = jnp.sqrt(jnp.maximum(jax.nn.softplus(logits_TE), jnp.finfo(jnp.float32).tiny))
+    elif cfg.scoring_func == "sigmoid":
+        scores = jax.nn.sigmoid(logits_TE)
+    else:
+        scores = jax.nn.softmax(logits_TE, axis=-1)
+    _, expert = lax.top_k(scores + bias_E, top)
+    weight = jnp.take_along_axis(scores, expert, axis=-1)
+    if top > 1 and cfg.norm_topk_prob:
+        weight = weight / (weight.sum(-1, keepdims=True) + jnp.float32(1e-20))
+    return Routes(expert.astype(jnp.int32), weight * jnp.float32(cfg.routed_scaling_factor))
+
+
+def moe(params, x_BTD, *, top: int, cfg: Config):
+    """Applies the routed and the shared experts.
+
+    Returns:
+      [B, T, D] in x's dtype, summed in float32 in the order of each token's routes; and the Routes [B, T, top].
+    Source: report 2.1; reference `MoE`.
+    """
+    x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
+    routes = route(params["gate"], x_TD, top=top, cfg=cfg)
+    routed = _routed(params["experts"], x_TD, routes, cfg=cfg)
+    shared = _feed_forward(params["shared_experts"], x_TD, None, cfg=cfg)
+    y = (routed + shared).astype(x_BTD.dtype).reshape(x_BTD.shape)
+    return y, Routes(*(r.reshape(*x_BTD.shape[:2], top) for r in routes))
+
+
+class Tiles(NamedTuple):
+    """Where rows stand once sorted by expert and padded to whole tiles."""
+
+    expert_M: jax.Array  # i32, the expert of each tile; tiles past the last used one name any
+    source_S: jax.Array  # i32 [M * rows], the row in each slot; the number of rows where a slot is empty
+    slot_N: jax.Array  # i32, the slot of each row
+
+
+def tile_rows(rows: int, experts: int) -> int:
+    """Picks rows a tile: one while experts outnumber rows, then about as many as an expert gets."""
+    return min(LARGEST_TILE, 1 << max(0, -(-rows // experts) - 1).bit_length())
+
+
+def sort_to_tiles(expert_N, *, experts: int, tile: int) -> Tiles:
+    """Sorts rows by expert into tiles of one expert each: at most min(N, N // tile + experts) tiles."""
+    N = expert_N.size
+    tiles = min(N, N // tile + experts)
+    order_N = jnp.argsort(expert_N, stable=True).astype(jnp.int32)
+    count_E = jnp.zeros((experts,), jnp.int32).at[expert_N].add(1)
+    tiles_E = (count_E + tile - 1) // tile
+    end_E = jnp.cumsum(tiles_E, dtype=jnp.int32)
+    first_row_E = jnp.cumsum(count_E, dtype=jnp.int32) - count_E
+    sorted_N = expert_N[order_N]
+    rank_N = jnp.arange(N, dtype=jnp.int32) - first_row_E[sorted_N]
+    slot_sorted_N = (end_E - tiles_E)[sorted_N] * tile + rank_N
+    expert_M = jnp.searchsorted(end_E, jnp.arange(tiles, dtype=jnp.int32), side="right").astype(jnp.int32)
+    return Tiles(
+        expert_M=jnp.minimum(expert_M, experts - 1),
+        source_S=jnp.full((tiles * tile,), N, jnp.int32).at[slot_sorted_N].set(order_N),
+        slot_N=jnp.zeros((N,), jnp.int32).at[order_N].set(slot_sorted_N),
+    )
+
+
+def _routed(params, x_TD, routes: Routes, *, cfg: Config):
+    tokens, top = routes.expert.shape
+    experts = jax.tree.leaves(params)[0].shape[0]
+    tile = tile_rows(tokens * top, experts)
+    tiles = sort_to_tiles(routes.expert.reshape(-1), experts=experts, tile=tile)
+    x_SD = x_TD.at[tiles.source_S // top].get(mode="fill", fill_value=0)
+    weight_S = routes.weight.reshape(-1).at[tiles.source_S].get(mode="fill", fill_value=0)
+
+    def run_tile(tile):
+        expert, x, weight = tile
+        return _feed_forward(jax.tree.map(lambda a: a[expert], params), x, weight, cfg=cfg)
+
+    shape = (tiles.expert_M.size, tile)
+    work = (tiles.expert_M, x_SD.reshape(*shape, -1), weight_S.reshape(shape))
+    y_SD = lax.map(run_tile, work, batch_size=TILES_AT_ONCE).reshape(x_SD.shape)
+    return y_SD[tiles.slot_N].reshape(tokens, top, -1).sum(1)
+
+
+def _feed_forward(params, x, weight, *, cfg: Config):
+    """SwiGLU with clipped gate and up projections; `weight` scales each row before w2. Returns float32."""
+    act = cfg.formats.activation
+    gate = project(x, params["w1"], activation=act, dtype=jnp.float32)
+    up = project(x, params["w3"], activation=act, dtype=jnp.float32)
+    if cfg.swiglu_limit > 0:
+        limit = jnp.float32(cfg.swiglu_limit)
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    hidden = jax.nn.silu(gate) * up
+    hidden = hidden if weight is None else hidden * weight[:, None]
+    return project(hidden.astype(x.dtype), params["w2"], activation=act, dtype=jnp.float32)
