@@ -74,7 +74,10 @@ def encode_e8m0_ceil(amax, largest: float):
 
 
 def decode_e8m0(byte):
-    """Decodes E8M0 bytes (uint8) to f32: 2^(byte - 127), 255 is NaN. A machine that flushes subnormals reads byte 0 as 0."""
+    """Decodes E8M0 bytes (uint8) to f32: 2^(byte - 127), and 255 to NaN.
+
+    A machine that flushes subnormals reads byte 0 as 0.
+    """
     byte = byte.astype(jnp.uint32)
     bits = jnp.where(byte == 0, jnp.uint32(1 << 22), byte << 23)
     return lax.bitcast_convert_type(jnp.where(byte == E8M0_NAN, jnp.uint32(0x7FC00000), bits), jnp.float32)

@@ -43,7 +43,20 @@ def query_latent(params, x_BTD, *, cfg: Config):
     return rms_norm(latent, params["q_norm"], cfg.rms_norm_eps)
 
 
-def attend(params, x_BTD, latent_BTR, window: Packed, entries, entry_BTK, *, span: Span, held_B, first_B, frequency, cfg):
+def attend(
+    params,
+    x_BTD,
+    latent_BTR,
+    window: Packed,
+    entries,
+    entry_BTK,
+    *,
+    span: Span,
+    held_B,
+    first_B,
+    frequency,
+    cfg: Config,
+):
     """Attends to the window and the selected entries, and appends the call's rows to the window.
 
     Args:

@@ -132,7 +132,7 @@ def init_cache(cfg: Config, batch: int, capacity: int) -> Cache:
 
 
 def take_rows(array, index_BTK):
-    """Gathers rows of [B, S, ...] (a Packed too) by i32 index [B, ...]; the caller masks what an index of -1 brought."""
+    """Gathers rows of [B, S, ...] (a Packed too) by i32 index [B, ...]; the caller masks what -1 brought."""
     safe = jnp.clip(index_BTK, 0)
 
     def take(plane):

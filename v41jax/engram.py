@@ -60,7 +60,8 @@ def _is_prime(n: int) -> bool:
 def token_map(tokenizer_file: str | pathlib.Path, cfg: Config) -> np.ndarray:
     """Maps token ids to compressed ids: tokens whose normalised text is equal share one, numbered by first appearance.
 
-    Returns i32 [vocab_size]; ids the tokenizer does not use stand for the pad token. Raises ValueError where the tokenizer does not give the config's counts.
+    Returns i32 [vocab_size]; ids the tokenizer does not use stand for the pad token.
+    Raises ValueError where the tokenizer does not give the config's counts.
     """
     from tokenizers import Tokenizer  # only here: a model that is already converted needs no tokenizer
 
@@ -148,16 +149,15 @@ def hash_rows(ngram_BN, id_BT, pad_id, *, table: int, cfg: Config):
     N, T = cfg.engram_max_ngram_size, id_BT.shape[1]
     both = jnp.concatenate([ngram_BN, id_BT], axis=1)
     dead = jnp.zeros(id_BT.shape, bool)
-    word, rows = None, []
+    words = []  # of the 1-gram, 2-gram, ... that end here
     for back in range(N):
         ids = both[:, N - 1 - back : N - 1 - back + T]
         dead = dead | (ids < 0)
-        product = _multiply(jnp.where(dead, pad_id, ids).astype(jnp.uint32), int(tables.multiplier[table, back]))
-        word = product if word is None else (word[0] ^ product[0], word[1] ^ product[1])
-        if back > 0:
-            prime, offset = (t[table, back - 1] for t in (tables.prime, tables.offset))
-            rows.append(_modulo(word, prime) + offset.astype(np.int32))
-    return jnp.concatenate(rows, axis=-1)
+        word = _multiply(jnp.where(dead, pad_id, ids).astype(jnp.uint32), int(tables.multiplier[table, back]))
+        words.append(jax.tree.map(jnp.bitwise_xor, words[-1], word) if words else word)
+    high_low = [jnp.stack(parts, axis=-1)[..., None] for parts in zip(*words[1:], strict=True)]
+    rows = _modulo(high_low, tables.prime[table]) + tables.offset[table].astype(np.int32)
+    return rows.reshape(*id_BT.shape, -1)
 
 
 def _multiply(a, constant: int):
@@ -171,15 +171,15 @@ def _multiply(a, constant: int):
     return carry + a * high, (p00 & half) | middle << 16
 
 
-def _modulo(word, prime: np.ndarray):
-    """Words (high, low) modulo each prime, i32 [..., heads]: long division, as many bits a step as fit 32."""
+def _modulo(high_low, prime: np.ndarray):
+    """Words (high, low) modulo primes, i32, broadcast: long division, as many bits a step as fit 32."""
     step = next(bits for bits in (8, 4, 2, 1) if int(prime.max()).bit_length() + bits <= 32)
     divisor = prime.astype(np.uint32)
-    rest = jnp.zeros((*word[0].shape, prime.size), jnp.uint32)
-    for part in word:
+    rest = jnp.zeros((), jnp.uint32)
+    for part in high_low:
         for shift in range(32 - step, -1, -step):
             digit = (part >> shift) & jnp.uint32((1 << step) - 1)
-            rest = (rest << step | digit[..., None]) % divisor
+            rest = (rest << step | digit) % divisor
     return rest.astype(jnp.int32)
 
 

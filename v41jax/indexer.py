@@ -58,7 +58,7 @@ def index_keys(params, latent_BGH, position_BG, *, frequency, cfg: Config) -> Pa
 
 
 def index_queries(params, x_BTD, latent_BTR, position_BT, *, frequency, cfg: Config):
-    """Makes index queries [B, T, I, J], rounded as the keys are, and f32 head weights [B, T, I], which may be negative."""
+    """Makes index queries [B, T, I, J], rounded as the keys are, and f32 head weights [B, T, I], of either sign."""
     query = project(latent_BTR, params["wq_b"], activation=cfg.formats.activation)
     query = query.reshape(*query.shape[:-1], cfg.index_n_heads, cfg.index_head_dim)
     query = quant.fake_quantize(rotate(query, position_BT[..., None], frequency), cfg.formats.index)

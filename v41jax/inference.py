@@ -40,7 +40,7 @@ def prefill(params: Params, cache: Cache, tokens_BT, *, cfg: Config, lengths_B=N
     if mode not in get_args(Mode):
         raise ValueError(f"mode={mode!r}; legal are {', '.join(get_args(Mode))}")
     tokens_BT, lengths_B = _check(tokens_BT, lengths_B, cache, cfg=cfg)
-    return _step(params, cache, tokens_BT, lengths_B, cfg=cfg, mode=mode)
+    return run_jitted(params, cache, tokens_BT, lengths_B, cfg=cfg, mode=mode)
 
 
 def prefill_encoder(params: Params, cache: Cache, tokens_BT, *, cfg: Config, lengths_B=None) -> Cache:
@@ -51,14 +51,14 @@ def prefill_encoder(params: Params, cache: Cache, tokens_BT, *, cfg: Config, len
     Arguments and errors as in `prefill`.
     """
     tokens_BT, lengths_B = _check(tokens_BT, lengths_B, cache, cfg=cfg)
-    return _step(params, cache, tokens_BT, lengths_B, cfg=cfg, mode="encoder")[1]
+    return run_jitted(params, cache, tokens_BT, lengths_B, cfg=cfg, mode="encoder")[1]
 
 
 def decode(params: Params, cache: Cache, token_B, *, cfg: Config):
     """Feeds one token a row.
 
     Reading the lengths for its checks waits for the cache; a loop that has checked its capacity once can scan
-    `model.run` instead, as `generate` does.
+    `model.run` instead, as `generate.stream` does.
 
     Returns:
       f32 logits [B, V] for the next token, and the next cache.
@@ -72,7 +72,7 @@ def decode(params: Params, cache: Cache, token_B, *, cfg: Config):
     if not isinstance(cache.owed_B, jax.core.Tracer) and np.any(cache.owed_B):
         owed = int(np.max(cache.owed_B))
         raise ValueError(f"decode: {owed} more prompt tokens must go through prefill before the windows are exact")
-    return _step(params, cache, tokens_BT, lengths_B, cfg=cfg, mode="full")
+    return run_jitted(params, cache, tokens_BT, lengths_B, cfg=cfg, mode="full")
 
 
 def forward(params: Params, tokens_BT, *, cfg: Config, lengths_B=None):
@@ -85,7 +85,8 @@ def forward(params: Params, tokens_BT, *, cfg: Config, lengths_B=None):
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "mode"), donate_argnames="cache")
-def _step(params, cache, tokens_BT, lengths_B, *, cfg: Config, mode: str):
+def run_jitted(params, cache, tokens_BT, lengths_B, *, cfg: Config, mode: str):
+    """Runs `model.run` jitted, cache donated, input unchecked; returns last-token logits and the next cache."""
     logits, cache, _ = run(params, cache, tokens_BT, lengths_B, cfg=cfg, mode=mode)
     return logits, cache
 

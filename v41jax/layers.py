@@ -40,7 +40,7 @@ def einsum(subscripts: str, *operands, dtype):
 
 
 def rms_norm(x, weight, eps: float):
-    """Divides by the root mean square of the last axis and multiplies by `weight` (None: 1): float32 inside, x's dtype out."""
+    """Divides by the root mean square of the last axis, times `weight` (None: 1): float32 inside, x's dtype out."""
     x32 = x.astype(jnp.float32)
     y = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + jnp.float32(eps))
     return (y if weight is None else y * weight.astype(jnp.float32)).astype(x.dtype)

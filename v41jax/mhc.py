@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from v41jax.config import Config
 from v41jax.layers import project, rms_norm
@@ -45,7 +46,7 @@ def mixes(params, sublayer: str, streams_BTZD, *, cfg: Config) -> Mixes:
 
 
 def split_mixes(logits, scale, base, *, streams: int, iterations: int, eps: float) -> Mixes:
-    """Turns mixing logits f32 [..., (2 + Z) Z] into Mixes; `comb` by Sinkhorn iterations, which stop short of convergence.
+    """Turns mixing logits f32 [..., (2 + Z) Z] into Mixes; `comb` by Sinkhorn iterations, short of convergence.
 
     Source: reference `hc_split_sinkhorn`.
     """
@@ -55,9 +56,12 @@ def split_mixes(logits, scale, base, *, streams: int, iterations: int, eps: floa
     comb = (logits[..., 2 * Z :] * scale[2] + base[2 * Z :]).reshape(*logits.shape[:-1], Z, Z)
     comb = jax.nn.softmax(comb, axis=-1) + eps
     comb = comb / (comb.sum(-2, keepdims=True) + eps)
-    for _ in range(iterations - 1):
+
+    def iterate(comb, _):
         comb = comb / (comb.sum(-1, keepdims=True) + eps)
-        comb = comb / (comb.sum(-2, keepdims=True) + eps)
+        return comb / (comb.sum(-2, keepdims=True) + eps), None
+
+    comb, _ = lax.scan(iterate, comb, length=iterations - 1)
     return Mixes(pre, post, comb)
 
 

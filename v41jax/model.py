@@ -3,6 +3,7 @@
 `run` is a pure function of parameters, cache and tokens; `inference.py` checks input and jits it.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -96,18 +97,23 @@ def parameter_count(cfg: Config) -> dict[str, int]:
 # ---- one pass
 
 
-class LayerRecord(NamedTuple):
-    """What a layer chose and made, for tests and pictures; unused fields cost nothing under jit.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Flow:
+    """What passes from layer to layer, token by token."""
 
-    Fields cover the `span` of tokens that entered the layer's attention.
-    """
-
-    span: Span
-    selection: Selection | None
-    routes: Routes
     streams_BTZD: jax.Array
-    pre_BTZ: jax.Array
-    engram_BTR: jax.Array | None
+    pre_BTZ: jax.Array  # f32, collapses the streams for the sublayer that comes next
+    selection: Selection | None  # in force since the last index source
+    engram_rows: tuple[jax.Array, ...]  # i32 [B, T, rows] for each engram layer
+
+
+class LayerRecord(NamedTuple):
+    """What a layer chose and made, for tests and pictures; unused it costs nothing under jit."""
+
+    span: Span  # the tokens that went through its attention; the rest covers them
+    flow: Flow
+    routes: Routes
 
 
 def run(params: Params, cache: Cache, tokens_BT, lengths_B, *, cfg: Config, mode: str, read: str = "last"):
@@ -124,90 +130,84 @@ def run(params: Params, cache: Cache, tokens_BT, lengths_B, *, cfg: Config, mode
       logits, the next cache, and one LayerRecord a layer. Logits are None in mode "encoder". They are NaN in rows that
       have no token, overflow the cache, or lack the decoder windows an earlier `prefill_encoder` owes.
     """
-    plan, held_B = layer_plan(cfg), cache.length_B
-    span = Span(held_B, lengths_B, tokens_BT.shape[1])
-    end_B, tail = span.end_B, cfg.decoder_tail
-    tokens_BT = jnp.where(span.valid_BT, tokens_BT, 0)
-
-    streams = jnp.repeat(params["embed"][tokens_BT][:, :, None], cfg.hc_mult, axis=2)
-    pre = jnp.zeros((*tokens_BT.shape, cfg.hc_mult), jnp.float32).at[..., 0].set(1)
-    ngram_BN, hashed = cache.ngram_BN, [None] * len(plan)
-    if cfg.engram_layer_ids:
-        ids, pad = params["token_map"][tokens_BT], params["token_map"][cfg.engram_pad_token_id]
-        for layer in plan:
-            if layer.engram is not None:
-                hashed[layer.layer] = engram.hash_rows(ngram_BN, ids, pad, table=layer.engram, cfg=cfg)
-        ngram_BN = engram.remember(ngram_BN, ids, lengths_B)
-
+    span = Span(cache.length_B, lengths_B, tokens_BT.shape[1])
+    end_B = span.end_B
+    flow, ngram_BN = embed(params, cache.ngram_BN, tokens_BT, span=span, cfg=cfg)
     windows, pools, records = list(cache.windows), list(cache.pools), []
-    selection = None
-    for layer, weights in zip(plan, params["layers"], strict=True):
-        frequency = layer_frequencies(cfg, compressed=layer.ratio > 0)
+    for layer, weights in zip(layer_plan(cfg), params["layers"], strict=True):
         keeps, first_B = span.width, jnp.zeros_like(end_B)
         if layer.decoder and mode == "exact":
             keeps = (cfg.num_hidden_layers - layer.layer) * (cfg.sliding_window - 1) + 1
         elif layer.decoder and mode == "replay":
             keeps, first_B = cfg.sliding_window, end_B - cfg.sliding_window
-        elif layer.decoder and mode == "encoder":
-            keeps = 0
-        if layer.role is not Role.FULL:
-            if keeps == 0:
-                break
-            span, crop = span.last(keeps)
-            streams, pre, selection, hashed = crop((streams, pre, selection, hashed))
-
-        if hashed[layer.layer] is not None:
-            with jax.named_scope("engram"):
-                streams = engram.engram(weights["engram"], streams, hashed[layer.layer], cfg=cfg)
-        x = rms_norm(mhc.collapse(pre, streams), weights["attn_norm"], cfg.rms_norm_eps)
-        if layer.role is Role.FULL:  # every token makes entries; only then may the layer drop what nobody reads
-            with jax.named_scope("compress"):
-                pools[layer.pool] = _append(weights["attn"], x, pools[layer.pool], span=span, layer=layer, cfg=cfg)
-            if keeps == 0:
-                break
-            span, crop = span.last(keeps)
-            streams, pre, x, hashed = crop((streams, pre, x, hashed))
-            selection = None
-
-        pool = None if layer.pool is None else pools[layer.pool]
-        where = {"span": span, "held_B": held_B, "first_B": first_B, "frequency": frequency}
-        mixed = _block(weights, streams, pre, x, windows[layer.layer], pool, selection, layer=layer, cfg=cfg, **where)
-        streams, pre, windows[layer.layer], selection, routes = mixed
-        records.append(LayerRecord(span, selection, routes, streams, pre, hashed[layer.layer]))
+        window, pool = windows[layer.layer], None if layer.pool is None else pools[layer.pool]
+        if layer.decoder and mode == "encoder":
+            if layer.role is Role.FULL:
+                pools[layer.pool] = append(weights, flow, pool, span=span, layer=layer, cfg=cfg)
+            break
+        record, window, pool = run_layer(
+            weights, flow, window, pool, span=span, held_B=cache.length_B, first_B=first_B, keeps=keeps, layer=layer,
+            cfg=cfg,
+        )  # fmt: skip
+        windows[layer.layer] = window
+        if layer.role is Role.FULL:
+            pools[layer.pool] = pool
+        span, flow, _ = record
+        records.append(record)
 
     owed_B = jnp.maximum(cache.owed_B - lengths_B, 0)
     if mode == "encoder":
-        owed_B = jnp.where(lengths_B > 0, tail, cache.owed_B)
+        owed_B = jnp.where(lengths_B > 0, cfg.decoder_tail, cache.owed_B)
     cache = Cache(tuple(windows), tuple(pools), ngram_BN, end_B, owed_B, cache.capacity)
     if mode == "encoder":
         return None, cache, records
-    logits = _logits(params, streams, pre, span, read=read, cfg=cfg)
+    logits = _logits(params, flow, span, read=read, cfg=cfg)
     fine_B = (lengths_B > 0) & (end_B <= cache.capacity) & (owed_B == 0)
     return jnp.where(fine_B.reshape(-1, *[1] * (logits.ndim - 1)), logits, jnp.nan), cache, records
 
 
-def _append(weights, x, pool: EntryPool, *, span: Span, layer: LayerSpec, cfg: Config) -> EntryPool:
-    """Compresses the call's tokens and appends the entries and index keys of the groups they complete."""
-    latent, count_B, pool = compressor.compress(
-        weights["compressor"], x, pool, span=span, ratio=layer.ratio, cfg=cfg
-    )
-    frequency = layer_frequencies(cfg, compressed=True)
-    first_B = span.start_B // layer.ratio
-    entry_BG = first_B[:, None] + jnp.arange(latent.shape[1], dtype=jnp.int32)
-    position_BG = entry_BG * layer.ratio  # an entry stands at the first token of its group
-    entries = quant.quantize(rotate(latent, position_BG, frequency), cfg.formats.entry)
-    keys = indexer.index_keys(weights["indexer"], latent, position_BG, frequency=frequency, cfg=cfg)
-    return append_entries(pool, entries, keys, first_B, count_B)
+def embed(params, ngram_BN, tokens_BT, *, span: Span, cfg: Config):
+    """Looks up the call's tokens, copies them to every stream, and hashes their n-grams.
 
-
-def _block(weights, streams, pre, x, window: Packed, pool, selection, *, layer, span, held_B, first_B, frequency, cfg):
-    """Runs attention and experts of one layer; `x` is its collapsed, normalised input.
-
-    Returns streams, the mix that collapses them next, the ring, the selection in force, the routes.
+    Returns the Flow into layer 0 and the n-gram history after the call.
     """
+    tokens_BT = jnp.where(span.valid_BT, tokens_BT, 0)
+    streams = jnp.repeat(params["embed"][tokens_BT][:, :, None], cfg.hc_mult, axis=2)
+    pre = jnp.zeros((*tokens_BT.shape, cfg.hc_mult), jnp.float32).at[..., 0].set(1)
+    rows = ()
+    if cfg.engram_layer_ids:
+        ids, pad = params["token_map"][tokens_BT], params["token_map"][cfg.engram_pad_token_id]
+        tables = range(len(cfg.engram_layer_ids))
+        rows = tuple(engram.hash_rows(ngram_BN, ids, pad, table=table, cfg=cfg) for table in tables)
+        ngram_BN = engram.remember(ngram_BN, ids, span.length_B)
+    return Flow(streams, pre, None, rows), ngram_BN
+
+
+def run_layer(weights, flow: Flow, window: Packed, pool, *, span: Span, held_B, first_B, keeps: int, layer, cfg):
+    """Runs one layer on each row's last `keeps` tokens of the call; a Full layer first makes entries of all of them.
+
+    Args:
+      weights: of the layer.
+      flow: into the layer.
+      window: its ring, Packed [B, W, H].
+      pool: the EntryPool it reads, or None in a window-only layer.
+      span: the call's tokens in `flow`.
+      held_B, first_B: see `cache.window_index`.
+      layer: its LayerSpec.
+    Returns:
+      a LayerRecord with the flow out of the layer, the ring, the pool.
+    """
+    frequency = layer_frequencies(cfg, compressed=layer.ratio > 0)
+    if layer.role is Role.FULL:
+        pool = append(weights, flow, pool, span=span, layer=layer, cfg=cfg)
+    span, crop = span.last(keeps)
+    flow = crop(flow)
+    streams, x = _enter(weights, flow, layer=layer, cfg=cfg)
+
     mix = mhc.mixes(weights, "attn", streams, cfg=cfg)
     with jax.named_scope(f"attention_{layer.role.value}"):
         latent = attention.query_latent(weights["attn"], x, cfg=cfg)
+        selection = flow.selection
         if layer.role in (Role.FULL, Role.REINDEX):
             selection = indexer.select(
                 weights["attn"]["indexer"], x, latent, pool.keys, selection, span=span, layer=layer,
@@ -224,10 +224,38 @@ def _block(weights, streams, pre, x, window: Packed, pool, selection, *, layer, 
     with jax.named_scope("moe"):
         x = rms_norm(mhc.collapse(pre, streams), weights["ffn_norm"], cfg.rms_norm_eps)
         y, routes = moe.moe(weights["ffn"], x, top=cfg.num_experts_per_tok, cfg=cfg)
-    return mhc.expand(mix, y, streams), mix.pre, window, selection, routes
+    flow = Flow(mhc.expand(mix, y, streams), mix.pre, selection, flow.engram_rows)
+    return LayerRecord(span, flow, routes), window, pool
 
 
-def _logits(params, streams, pre, span: Span, *, read: str, cfg: Config):
+def _enter(weights, flow: Flow, *, layer: LayerSpec, cfg: Config):
+    """Adds the layer's n-gram memory; returns streams and, collapsed and normalised, attention's input [B, T, D]."""
+    streams = flow.streams_BTZD
+    if layer.engram is not None:
+        with jax.named_scope("engram"):
+            streams = engram.engram(weights["engram"], streams, flow.engram_rows[layer.engram], cfg=cfg)
+    return streams, rms_norm(mhc.collapse(flow.pre_BTZ, streams), weights["attn_norm"], cfg.rms_norm_eps)
+
+
+def append(weights, flow: Flow, pool: EntryPool, *, span: Span, layer: LayerSpec, cfg: Config) -> EntryPool:
+    """Compresses the call's tokens at a KV source and appends the entries and index keys of completed groups."""
+    _, x = _enter(weights, flow, layer=layer, cfg=cfg)
+    weights = weights["attn"]
+    with jax.named_scope("compress"):
+        latent, count_B, pool = compressor.compress(
+            weights["compressor"], x, pool, span=span, ratio=layer.ratio, cfg=cfg
+        )
+        frequency = layer_frequencies(cfg, compressed=True)
+        first_B = span.start_B // layer.ratio
+        entry_BG = first_B[:, None] + jnp.arange(latent.shape[1], dtype=jnp.int32)
+        position_BG = entry_BG * layer.ratio  # an entry stands at the first token of its group
+        entries = quant.quantize(rotate(latent, position_BG, frequency), cfg.formats.entry)
+        keys = indexer.index_keys(weights["indexer"], latent, position_BG, frequency=frequency, cfg=cfg)
+        return append_entries(pool, entries, keys, first_B, count_B)
+
+
+def _logits(params, flow: Flow, span: Span, *, read: str, cfg: Config):
+    streams, pre = flow.streams_BTZD, flow.pre_BTZ
     if read == "last":
         last_B1 = jnp.maximum(span.length_B - 1, 0)[:, None]
         streams, pre = take_rows((streams, pre), last_B1)

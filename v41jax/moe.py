@@ -44,7 +44,7 @@ def specs(cfg: Config, experts: int) -> Specs:
         "gate": {
             "weight": ArraySpec(shape=(experts, D), axes=("experts", "embed"), suffix=""),
             "bias": bias(),
-            **({"bias_vl": bias()} if cfg.vision else {}),  # chooses for image tokens, which this text model has none of
+            **({"bias_vl": bias()} if cfg.vision else {}),  # for image tokens; this is the text model
         },
         "experts": {name: routed(*shape) for name, shape in shapes.items()},
         "shared_experts": {name: shared(*shape) for name, shape in shapes.items()},
@@ -52,7 +52,7 @@ def specs(cfg: Config, experts: int) -> Specs:
 
 
 def route(params, x_TD, *, top: int, cfg: Config) -> Routes:
-    """Chooses `top` experts a token by score plus bias (ties: the lower expert); weights are the scores alone, in float32.
+    """Chooses `top` experts a token by score plus bias, the lower on ties; weights are the scores alone, in float32.
 
     Source: reference `Gate`.
     """
@@ -110,13 +110,13 @@ def sort_to_tiles(expert_N, *, experts: int, tile: int) -> Tiles:
     tiles = min(N, N // tile + experts)
     order_N = jnp.argsort(expert_N, stable=True).astype(jnp.int32)
     count_E = jnp.zeros((experts,), jnp.int32).at[expert_N].add(1)
-    tiles_E = (count_E + tile - 1) // tile
+    tiles_E = lax.div(count_E + (tile - 1), jnp.int32(tile))
     end_E = jnp.cumsum(tiles_E, dtype=jnp.int32)
     first_row_E = jnp.cumsum(count_E, dtype=jnp.int32) - count_E
     sorted_N = expert_N[order_N]
     rank_N = jnp.arange(N, dtype=jnp.int32) - first_row_E[sorted_N]
     slot_sorted_N = (end_E - tiles_E)[sorted_N] * tile + rank_N
-    expert_M = jnp.searchsorted(end_E, jnp.arange(tiles, dtype=jnp.int32), side="right").astype(jnp.int32)
+    expert_M = jnp.sum(end_E <= jnp.arange(tiles, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
     return Tiles(
         expert_M=jnp.minimum(expert_M, experts - 1),
         source_S=jnp.full((tiles * tile,), N, jnp.int32).at[slot_sorted_N].set(order_N),
@@ -129,17 +129,31 @@ def _routed(params, x_TD, routes: Routes, *, cfg: Config):
     experts = jax.tree.leaves(params)[0].shape[0]
     tile = tile_rows(tokens * top, experts)
     tiles = sort_to_tiles(routes.expert.reshape(-1), experts=experts, tile=tile)
-    x_SD = x_TD.at[tiles.source_S // top].get(mode="fill", fill_value=0)
+    x_SD = x_TD.at[lax.div(tiles.source_S, jnp.int32(top))].get(mode="fill", fill_value=0)
     weight_S = routes.weight.reshape(-1).at[tiles.source_S].get(mode="fill", fill_value=0)
 
-    def run_tile(tile):
-        expert, x, weight = tile
-        return _feed_forward(jax.tree.map(lambda a: a[expert], params), x, weight, cfg=cfg)
+    def run_tile(expert, x, weight):
+        weights = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, expert, keepdims=False), params)
+        return _feed_forward(weights, x, weight, cfg=cfg)
 
     shape = (tiles.expert_M.size, tile)
     work = (tiles.expert_M, x_SD.reshape(*shape, -1), weight_S.reshape(shape))
-    y_SD = lax.map(run_tile, work, batch_size=TILES_AT_ONCE).reshape(x_SD.shape)
+    y_SD = _in_batches(jax.vmap(run_tile), work).reshape(-1, x_SD.shape[-1])
     return y_SD[tiles.slot_N].reshape(tokens, top, -1).sum(1)
+
+
+def _in_batches(fn, work):
+    """Maps `fn` over the first axis, TILES_AT_ONCE at a time; the last batch is filled with zeros."""
+    count = work[0].shape[0]
+    if count <= TILES_AT_ONCE:
+        return fn(*work)
+
+    def split(a):
+        a = jnp.pad(a, [(0, -count % TILES_AT_ONCE)] + [(0, 0)] * (a.ndim - 1))
+        return a.reshape(-1, TILES_AT_ONCE, *a.shape[1:])
+
+    y = lax.map(lambda batch: fn(*batch), jax.tree.map(split, work))
+    return y.reshape(-1, *y.shape[2:])[:count]
 
 
 def _feed_forward(params, x, weight, *, cfg: Config):

@@ -108,7 +108,7 @@ def quantize(x, format: str | None) -> Packed:
 
 
 def dequantize(packed: Packed, dtype):
-    """Decodes to [..., n] of `dtype`. In float32 it is exact, and in bfloat16 too wherever its exponent range allows."""
+    """Decodes to [..., n] of `dtype`; exact in float32, and in bfloat16 because no value has more than 7 bits."""
     if packed.format is None:
         return packed.codes.astype(dtype)
     f = FORMATS[packed.format]

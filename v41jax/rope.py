@@ -29,8 +29,10 @@ def frequencies(theta: float, channels: int, scaling: RopeScaling | None) -> np.
         return f
 
     def turns_to_pair(turns):
-        return channels * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (
-            2 * math.log(theta)
+        return (
+            channels
+            * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
         )
 
     low = max(math.floor(turns_to_pair(scaling.beta_fast)), 0)

@@ -1,0 +1,136 @@
+"""Generates text from a checkpoint in the released layout; without one, from the tiny model that ships with v41jax.
+
+Text goes to standard output, figures to standard error. Prompts given as token ids are answered in token ids.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+import time
+
+from v41jax import generate, load_checkpoint, load_config, tree
+from v41jax.assets import BUILT_IN
+from v41jax.text import RowIds, RowText, load_tokenizer
+
+DEFAULT_PROMPT = "def fibonacci(n):"
+
+
+def parse(argv):
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--checkpoint", type=pathlib.Path, default=BUILT_IN, help="directory in the released layout")
+    parser.add_argument("--prompt", action="append", default=[], help="a prompt; several make a batch")
+    parser.add_argument("--prompt-file", action="append", default=[], type=pathlib.Path, help="a file that is a prompt")
+    parser.add_argument("--token-ids", action="append", default=[], help="a prompt as ids: 5,17,3")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate for each prompt")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the best token")
+    parser.add_argument("--top-k", type=int, default=0, help="draw from the k best tokens; 0 from all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the best tokens that sum to this")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument("--stop", action="append", default=[], help="text that ends an answer; may be repeated")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default=argparse.SUPPRESS,
+        help="of activations and unquantised weights (default: bfloat16; float32 for the built-in model)",
+    )
+    parser.add_argument("--prefill-chunk", type=int, default=512, help="prompt tokens a call, a power of two")
+    parser.add_argument("--quantize-activations", action="store_true", help="W8A8 and W4A8 matmuls, as the reference")
+    return parser.parse_args(argv, argparse.Namespace(dtype=None))
+
+
+def read_prompts(args, cfg, tokenizer) -> list[list[int]]:
+    """Collects the batch: texts, then files, then token ids."""
+    texts = args.prompt + [path.read_text(encoding="utf-8") for path in args.prompt_file]
+    if not texts and not args.token_ids:
+        texts = [DEFAULT_PROMPT]
+    if texts and tokenizer is None:
+        raise ValueError(f"{args.checkpoint} has no tokenizer.json; give prompts as --token-ids")
+    start = [] if cfg.bos_token_id is None else [cfg.bos_token_id]
+    prompts = [start + tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    for ids in args.token_ids:
+        try:
+            prompts.append([int(part) for part in ids.replace(",", " ").split()])
+        except ValueError:
+            raise ValueError(f"--token-ids {ids!r} is not a list of whole numbers such as 5,17,3") from None
+    return prompts
+
+
+def answer(rows: list, tokens, pieces: list[list[str]]) -> bool:
+    """Feeds one token to every row; returns whether all rows have ended. A single row is printed as it comes."""
+    for row, token, piece in zip(rows, tokens.tolist(), pieces, strict=True):
+        piece.append(row.feed(token))
+    if len(rows) == 1:
+        print(pieces[0][-1], end="", flush=True)
+    return all(row.ended for row in rows)
+
+
+def run(args):
+    """Loads, generates, prints."""
+    cfg = load_config(args.checkpoint)
+    if args.quantize_activations:
+        cfg = dataclasses.replace(cfg, formats=dataclasses.replace(cfg.formats, activation="fp8_e8m0_32"))
+    tokenizer = load_tokenizer(args.checkpoint)
+    prompts = read_prompts(args, cfg, tokenizer)
+    sampling = generate.Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    limits = {"max_new_tokens": args.max_new_tokens, "prefill_chunk": args.prefill_chunk}
+    generate.check_request(prompts, cfg=cfg, **limits)  # before minutes of loading
+
+    started = time.perf_counter()
+    dtype = args.dtype or ("float32" if args.checkpoint == BUILT_IN else "bfloat16")
+    _, params = load_checkpoint(args.checkpoint, dtype=dtype)
+    loaded, seconds = tree.nbytes(params), time.perf_counter() - started
+    print(f"load     {loaded / 1e6:.1f} MB in {seconds:.2f} s ({loaded / 1e9 / seconds:.3f} GB/s)", file=sys.stderr)
+
+    ids_only = bool(args.token_ids) and not args.prompt and not args.prompt_file
+    if ids_only:
+        rows = [RowIds(end_token=cfg.eos_token_id) for _ in prompts]
+    else:
+        rows = [RowText(tokenizer, tuple(args.stop), cfg.eos_token_id) for _ in prompts]
+    pieces = [[] for _ in prompts]
+    stats = generate.Stats()
+    for tokens in generate.stream(params, prompts, cfg=cfg, sampling=sampling, seed=args.seed, stats=stats, **limits):
+        if answer(rows, tokens, pieces):
+            break
+    for number, (row, piece) in enumerate(zip(rows, pieces, strict=True)):
+        rest = row.flush()
+        print(rest if len(rows) == 1 else f"=== prompt {number}\n{''.join(piece)}{rest}")
+    report(stats)
+
+
+def report(stats: generate.Stats):
+    """Prints what the run cost."""
+    prefill_rate = stats.prefill_tokens / stats.prefill_seconds
+    print(f"compile  {stats.compile_seconds:.1f} s", file=sys.stderr)
+    print(
+        f"prefill  {stats.prefill_tokens} tokens in {stats.prefill_seconds:.3f} s ({prefill_rate:.1f} tokens/s)",
+        file=sys.stderr,
+    )
+    if stats.decode_steps:
+        tokens = stats.decode_steps * stats.batch
+        rate, step = tokens / stats.decode_seconds, stats.decode_seconds / stats.decode_steps
+        print(
+            f"decode   {tokens} tokens in {stats.decode_seconds:.3f} s"
+            f" ({rate:.1f} tokens/s, {1e3 * step:.2f} ms a step)",
+            file=sys.stderr,
+        )
+    print(
+        f"cache    {stats.cache_bytes} bytes for {stats.batch} x {stats.capacity} tokens, of them"
+        f" {stats.batch} x {stats.window_bytes} of window rows; {stats.token_bytes} bytes a token",
+        file=sys.stderr,
+    )
+
+
+def main(argv=None) -> int:
+    """Runs the script; a mistake of the caller is one sentence and exit status 2."""
+    try:
+        run(parse(argv))
+    except ValueError as error:
+        print(f"generate: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
