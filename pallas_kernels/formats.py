@@ -5,7 +5,6 @@ to E8M0 rounds to nearest and turns 0 into NaN, a cast to E4M3 does not saturate
 Codes and scales are uint8 everywhere; nibbles are packed with the even channel low.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -36,6 +35,19 @@ def encode_e2m1(x):
     code = jnp.where(size < 1, below_one, normal)
     code = jnp.where(jnp.isnan(x), jnp.uint32(7), code)
     return (code | ((_bits(x) >> 31) << 3)).astype(jnp.uint8)
+
+
+def encode_e2m1_scaled(x, scale):
+    """Rounds x / scale to E2M1 codes as `encode_e2m1` does, without the division, which XLA may replace by an inverse.
+
+    |x| is compared with `scale` times the midpoints between codes; with an E4M3 scale float32 holds these exactly, and
+    no quotient rounds onto a midpoint that it does not equal.
+    """
+    size, code = jnp.abs(x), jnp.zeros(x.shape, jnp.uint8)
+    for lower_code, midpoint in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        border = scale * jnp.float32(midpoint)
+        code += (size >= border if lower_code % 2 else size > border).astype(jnp.uint8)
+    return code | ((_bits(x) >> 31) << 3).astype(jnp.uint8)
 
 
 def decode_e2m1(code):
@@ -86,10 +98,17 @@ def decode_e8m0(byte):
 def encode_e4m3_scale(amax, largest: float):
     """Encodes amax / largest rounded to E4M3 (uint8), clipped to 448; inf and NaN give NaN.
 
-    The divisor hides behind a barrier: XLA turns division by a constant into multiplication by its rounded inverse.
+    XLA replaces a division by a constant with an inexact multiplication, so that is only a first guess: `amax` is then
+    compared with `largest` times the midpoints on both sides of the guess, which float32 holds exactly.
     """
-    scale = amax / lax.optimization_barrier(jnp.float32(largest))
-    return encode_e4m3(jnp.where(jnp.isfinite(amax), scale, jnp.nan))
+    guess = encode_e4m3(amax * jnp.float32(1 / largest))
+    odd = guess & 1 == 1
+    here = decode_e4m3(guess)
+    above, below = decode_e4m3(guess + 1), decode_e4m3(jnp.maximum(guess, 1) - 1)  # above 448: NaN, no midpoint
+    upper, lower = ((here + other) * jnp.float32(largest / 2) for other in (above, below))
+    guess = jnp.where((amax > upper) | (odd & (amax == upper)), guess + 1, guess)
+    guess = jnp.where((amax < lower) | (odd & (amax == lower)), guess - 1, guess)
+    return jnp.where(jnp.isfinite(amax), guess, jnp.uint8(E4M3_NAN))
 
 
 def pack_nibbles(codes):
@@ -100,4 +119,4 @@ def pack_nibbles(codes):
 def unpack_nibbles(packed):
     """Unpacks bytes [..., n] into codes [..., 2 n] of 4 bits, the low nibble first."""
     pair = jnp.stack([packed & 15, packed >> 4], axis=-1)
-    return jax.lax.reshape(pair, (*packed.shape[:-1], 2 * packed.shape[-1]))
+    return lax.reshape(pair, (*packed.shape[:-1], 2 * packed.shape[-1]))

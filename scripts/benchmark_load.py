@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from v41jax import checkpoint, config, safetensors, tree
+from v41jax import checkpoint, config, config_json, safetensors, tree
 from v41jax.checkpoint import Wanted
 from v41jax.quant import Packed
 
@@ -98,7 +98,7 @@ def write(path: pathlib.Path, cfg: config.Config) -> None:
     # A load follows the file order: memory it uses beside the arrays would hide behind arrays still to come.
     sources.sort(key=lambda source: source.nbytes)
     safetensors.write_directory(path, sources, shard_bytes=500_000_000)
-    (path / "config.json").write_text(json.dumps(config.to_json(cfg)))
+    (path / "config.json").write_text(json.dumps(config_json.to_json(cfg)))
     shutil.copyfile(ASSET / checkpoint.TOKENIZER, path / checkpoint.TOKENIZER)
     os.sync()
 

@@ -40,9 +40,17 @@ def parse(argv):
     return parser.parse_args(argv, argparse.Namespace(dtype=None))
 
 
+def read_text(path: pathlib.Path) -> str:
+    """Reads a prompt file, with one sentence where that cannot be done."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompt-file {path} cannot be read as UTF-8 text: {error}") from error
+
+
 def read_prompts(args, cfg, tokenizer) -> list[list[int]]:
     """Collects the batch: texts, then files, then token ids."""
-    texts = args.prompt + [path.read_text(encoding="utf-8") for path in args.prompt_file]
+    texts = args.prompt + [read_text(path) for path in args.prompt_file]
     if not texts and not args.token_ids:
         texts = [DEFAULT_PROMPT]
     if texts and tokenizer is None:

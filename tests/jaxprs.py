@@ -19,3 +19,10 @@ def _walk(jaxpr):
 def result_shapes(fn, *args):
     """The shapes of all intermediate results."""
     return {v.aval.shape for equation in equations(fn, *args) for v in equation.outvars}
+
+
+def indexed_axes(equation):
+    """How many axes of its operand a gather or scatter addresses by numbers of their own, batch axes among them."""
+    assert equation.invars[1].aval.dtype == "int32", equation
+    batch = equation.params["dimension_numbers"].operand_batching_dims
+    return len(batch) + equation.invars[1].aval.shape[-1]

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
 
-from v41jax import checkpoint, config, quant, safetensors, tree
+from v41jax import checkpoint, config_json, quant, safetensors, tree
 from v41jax.quant import Packed
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -128,7 +128,7 @@ def assert_same(one, two):
 @pytest.mark.parametrize(("path", "dtype"), GOLDEN)
 def test_load_gives_what_the_files_hold(path, dtype):
     cfg, params = checkpoint.load_checkpoint(path, dtype=dtype)
-    assert cfg == config.load_config(path)
+    assert cfg == config_json.load_config(path)
     files = read_all(path)
     numpy = {"F32": np.float32, "BF16": jnp.bfloat16, "I8": np.uint8, "F8_E4M3": np.uint8, "F8_E8M0": np.uint8}
 
@@ -425,7 +425,7 @@ def test_likely_cause_of_a_config_that_is_not_of_these_files(tmp_path):
 
 def test_check_takes_a_config(copy):
     (copy / "config.json").unlink()
-    assert not checkpoint.check_checkpoint(copy, config.load_config(PACKED)).problems
+    assert not checkpoint.check_checkpoint(copy, config_json.load_config(PACKED)).problems
 
 
 def test_check_refuses_what_is_no_directory(tmp_path):
@@ -443,7 +443,7 @@ def test_saved_tensors_are_byte_identical(tmp_path, path, dtype, shard_bytes):
     saved = tmp_path / "saved"
     checkpoint.save_checkpoint(saved, params, cfg=cfg, tokenizer=path / "tokenizer.json", shard_bytes=shard_bytes)
     assert read_all(saved) == read_all(path)
-    assert config.load_config(saved) == cfg
+    assert config_json.load_config(saved) == cfg
     assert (saved / "tokenizer.json").read_bytes() == (path / "tokenizer.json").read_bytes()
     again, reloaded = checkpoint.load_checkpoint(saved, dtype=dtype)
     assert again == cfg
@@ -603,7 +603,7 @@ def test_an_interrupted_orbax_save_leaves_nothing_that_loads(tmp_path, monkeypat
     def interrupted(cfg):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(config, "to_json", interrupted)  # Orbax itself is done by then
+    monkeypatch.setattr(config_json, "to_json", interrupted)  # Orbax itself is done by then
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save_orbax(tmp_path / "saved", params, cfg=cfg)
     assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ import json
 import pytest
 from golden_data import GOLDEN
 
-from v41jax import config
+from v41jax import config, config_json
 from v41jax.config import Config, Role, layer_plan
 
 flash, tiny = config.v41_flash, config.tiny
@@ -41,7 +41,10 @@ REFUSED = [
     ({"engram_pad_token_id": 512}, "engram_pad_token_id=512 is not a token of the 512"),
     ({"dspark_target_layer_ids": ()}, "draft stages need dspark_target_layer_ids"),
     ({"dspark_noise_token_id": -1}, "dspark_noise_token_id=-1 is not a token of 512"),
-    ({"compress_ratios": (0, 2, 2)}, "compress_ratios lists 3 layers; num_hidden_layers=9 with 2 .* needs 9 or 11"),
+    (
+        {"compress_ratios": (0, 2, 2)},
+        "compress_ratios lists 3 layers; it must list num_hidden_layers=9 and may list the 2 ",
+    ),
     ({"compress_ratios": (0, -2, 2, 2, 1, 1, 1, 1, 1)}, "compress_ratios holds -2"),
     ({"compress_ratios": (0, 2, 2, 2, 1, 1, 1, 1, 1, 0, 1)}, r"of the draft stages are \(0, 1\); they must be 0"),
     ({"kv_source_layer_ids": (3, 1, 4)}, r"kv_source_layer_ids=\[3, 1, 4\] must ascend without repeats"),
@@ -147,7 +150,7 @@ def test_legal_schedules(name):
         assert spec.scores_candidates == (indexes and source is not None and spec.layer > source)
         scores += indexes
     assert (pools, scores) == (len(cfg.kv_source_layer_ids), len(cfg.index_source_layer_ids))
-    assert config.from_json(json.loads(json.dumps(config.to_json(cfg)))) == cfg
+    assert config_json.from_json(json.loads(json.dumps(config_json.to_json(cfg)))) == cfg
 
 
 def test_group_multiple():
@@ -168,8 +171,8 @@ def released_json():
 
 
 def test_the_tiny_release_is_the_preset():
-    assert config.load_config(GOLDEN / "tiny-f32") == dataclasses.replace(tiny, quantized=False)
-    assert config.load_config(GOLDEN / "tiny-f32" / "config.json") == dataclasses.replace(tiny, quantized=False)
+    assert config_json.load_config(GOLDEN / "tiny-f32") == dataclasses.replace(tiny, quantized=False)
+    assert config_json.load_config(GOLDEN / "tiny-f32" / "config.json") == dataclasses.replace(tiny, quantized=False)
 
 
 def test_defaults_are_the_release():
@@ -178,15 +181,15 @@ def test_defaults_are_the_release():
 
 @pytest.mark.parametrize("cfg", [flash, tiny], ids=["flash", "tiny"])
 def test_round_trip(cfg):
-    text = json.dumps(config.to_json(cfg))
-    assert config.from_json(json.loads(text)) == cfg
-    assert config.to_json(config.from_json(json.loads(text))) == json.loads(text) | config.to_json(cfg)
+    text = json.dumps(config_json.to_json(cfg))
+    assert config_json.from_json(json.loads(text)) == cfg
+    assert config_json.to_json(config_json.from_json(json.loads(text))) == json.loads(text) | config_json.to_json(cfg)
 
 
 def test_flat_and_composite_files_read_alike():
     composite = released_json()
     text = composite.pop("text_config")
-    assert config.from_json({**composite, **text}) == config.from_json(released_json())
+    assert config_json.from_json({**composite, **text}) == config_json.from_json(released_json())
 
 
 def test_unknown_keys_are_ignored_and_optional_ones_may_lack():
@@ -195,7 +198,7 @@ def test_unknown_keys_are_ignored_and_optional_ones_may_lack():
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         del source[name]
     del source["text_config"]["candidate_source_layer_id"]
-    cfg = config.from_json(source)
+    cfg = config_json.from_json(source)
     assert cfg.candidate_source_layer_id is None
     assert cfg.gate_temp == 1.0
 
@@ -213,7 +216,7 @@ def without(*names):
     return source
 
 
-QUANTIZATION = config.to_json(tiny)["quantization_config"]
+QUANTIZATION = config_json.to_json(tiny)["quantization_config"]
 BAD_FILES = [
     (without("index_topk"), "config.json lacks index_topk"),
     (without("hc_mult", "engram_n_heads"), "config.json lacks hc_mult, engram_n_heads"),
@@ -233,28 +236,28 @@ BAD_FILES = [
 @pytest.mark.parametrize("source,message", BAD_FILES)
 def test_bad_files_are_refused(source, message):
     with pytest.raises(ValueError, match="config: .*" + message):
-        config.from_json(source)
+        config_json.from_json(source)
 
 
 @pytest.mark.parametrize("key", QUANTIZATION)
 def test_every_key_of_the_quantisation_is_checked(key):
     source = released_json() | {"quantization_config": {k: v for k, v in QUANTIZATION.items() if k != key}}
     with pytest.raises(ValueError, match=rf"quantization_config\.{key}=None"):
-        config.from_json(source)
+        config_json.from_json(source)
 
 
 def test_no_yarn_and_presence_of_vision_and_quantisation():
     source = text_config(rope_scaling=None) | {"vision_config": {"depth": 3}, "quantization_config": QUANTIZATION}
-    cfg = config.from_json(source)
+    cfg = config_json.from_json(source)
     assert (cfg.rope_scaling, cfg.vision, cfg.quantized) == (None, True, True)
-    assert config.from_json(config.to_json(cfg)) == cfg
+    assert config_json.from_json(config_json.to_json(cfg)) == cfg
 
 
 def test_files_that_are_not_there_or_not_json(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
-        config.load_config(tmp_path / "config.json")
+        config_json.load_config(tmp_path / "config.json")
     with pytest.raises(ValueError, match="does not exist; give a checkpoint directory"):
-        config.load_config(tmp_path)
+        config_json.load_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not JSON"):
-        config.load_config(tmp_path)
+        config_json.load_config(tmp_path)

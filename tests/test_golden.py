@@ -55,7 +55,7 @@ def test_prompt_selections_are_identical(golden, traced):
 
 
 def test_candidate_pool_is_identical(golden, traced):
-    cfg, _, tensors, n = golden
+    cfg, _, tensors, _ = golden
     source = cfg.candidate_source_layer_id
     block_BTC = np.asarray(traced[2][source].flow.selection.block_BTC)
     visible = np.isfinite(tensors["prefill.candidate_scores"])
@@ -99,7 +99,7 @@ def test_caches_are_identical(golden, traced):
 
 
 def test_forward(golden):
-    cfg, params, tensors, n = golden
+    cfg, params, tensors, _ = golden
     logits = forward(params, tensors["input_ids"], cfg=cfg)
     want = np.concatenate([tensors["prefill.logits"], tensors["decode.logits"]], axis=1)
     assert sessions.spread(logits, want) <= TOLERANCE

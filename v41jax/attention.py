@@ -100,10 +100,11 @@ def sink_attention(query_BTNH, rows_BTKH, valid_BTK, sink_N, *, scale: float):
 
     Args:
       query_BTNH: float. rows_BTKH: float, key and value at once. valid_BTK: which rows count.
-      sink_N: f32, one logit a head. scale: of the dot products.
+      sink_N: f32, one finite logit a head. scale: of the dot products.
     Returns:
       [B, T, N, H] in the query's dtype; exactly 0 for a query with no row. Softmax in float32.
     """
+    rows_BTKH = jnp.where(valid_BTK[..., None], rows_BTKH, 0)  # NaN in a row that does not count must not spread
     scores = einsum("btnh,btkh->btnk", query_BTNH, rows_BTKH, dtype=jnp.float32) * jnp.float32(scale)
     scores = jnp.where(valid_BTK[:, :, None], scores, -jnp.inf)
     top = jnp.maximum(scores.max(-1), sink_N)  # finite, so no -inf - -inf

@@ -143,7 +143,8 @@ def take_rows(array, index_BTK):
 
 
 def put_rows(array, index_BT, rows):
-    """Writes rows [B, T, ...] into [B, S, ...] (a Packed too) at i32 indices [B, T]; DROP writes nothing."""
+    """Writes rows [B, T, ...] into [B, S, ...] (a Packed too) at i32 indices [B, T]; -1 and DROP write nothing."""
+    index_BT = jnp.where(index_BT < 0, DROP, index_BT)  # else -1 is the last row
 
     def put(plane, new):
         row = jnp.arange(plane.shape[0], dtype=jnp.int32)[:, None]

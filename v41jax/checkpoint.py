@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from v41jax import config, engram, model, quant, safetensors, tree
+from v41jax import config_json, engram, model, quant, safetensors, tree
 from v41jax.config import Config
 from v41jax.quant import Packed
 from v41jax.safetensors import Source, Tensor
@@ -159,7 +159,7 @@ def check_checkpoint(path: PathLike, cfg: Config | None = None) -> CheckReport:
         raise ValueError(f"{path} is not a directory; give the one that holds config.json and the .safetensors files")
     problems, wanted = [], {}
     try:
-        cfg = config.load_config(path) if cfg is None else cfg
+        cfg = config_json.load_config(path) if cfg is None else cfg
         wanted = release_layout(cfg)
     except ValueError as error:
         problems.append(str(error))
@@ -403,7 +403,7 @@ def _new_directory(path: PathLike, tokenizer: PathLike | None, cfg: Config) -> I
         yield partial
         if tokenizer is not None:
             shutil.copyfile(tokenizer, partial / TOKENIZER)
-        (partial / "config.json").write_text(json.dumps(config.to_json(cfg), indent=2) + "\n")
+        (partial / "config.json").write_text(json.dumps(config_json.to_json(cfg), indent=2) + "\n")
         for file in [*partial.rglob("*"), partial]:
             _sync(file)
         os.replace(partial, path)
@@ -461,7 +461,7 @@ def restore_orbax(path: PathLike, *, dtype: Any = None, shardings: Any = None) -
     if not is_orbax(path):
         raise ValueError(f"{path} is not an Orbax checkpoint; save_orbax writes config.json and {ORBAX}/ in it")
     float_dtype = None if dtype is None else _float_dtype(dtype)
-    cfg = config.load_config(path)
+    cfg = config_json.load_config(path)
     free = _free_floats(model.specs(cfg))
     default = jax.device_put(np.uint8(0)).sharding
     where = collections.defaultdict(lambda: default) if shardings is None else _planes(shardings)

@@ -1,4 +1,4 @@
-"""The architecture as data: `Config` reads config.json, `layer_plan` turns its lists into layer roles.
+"""The architecture as data: `Config` is config.json, `layer_plan` turns its lists into layer roles.
 
 Field names and defaults are those of the released config.json (`text_config`), so `Config()` is V4.1-Flash.
 A config is static: hashable, validated when made, and never holds an array, a mesh or a runtime switch.
@@ -6,10 +6,8 @@ A config is static: hashable, validated when made, and never holds an array, a m
 
 import dataclasses
 import enum
-import json
 import math
-import pathlib
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -171,7 +169,8 @@ class Config:
         return (self.num_hidden_layers - self.first_decoder_layer) * (self.sliding_window - 1) + 1
 
 
-def _require(ok: bool, message: str):
+def require(ok: bool, message: str):
+    """Raises the ValueError of a config that does not hold."""
     if not ok:
         raise ValueError(f"config: {message}")
 
@@ -180,87 +179,87 @@ def _check_sizes(c: Config):
     positive = (
         "vocab_size hidden_size num_hidden_layers num_attention_heads head_dim qk_rope_head_dim q_lora_rank o_groups"
         " o_lora_rank sliding_window index_n_heads index_head_dim index_topk candidate_topk_blocks candidate_block_size"
-        " n_routed_experts num_experts_per_tok moe_intermediate_size hc_sinkhorn_iters max_position_embeddings"
+        " n_routed_experts num_experts_per_tok moe_intermediate_size hc_sinkhorn_iters hc_mult max_position_embeddings"
     )
     for name in positive.split():
         value = getattr(c, name)
-        _require(isinstance(value, int) and value >= 1, f"{name}={value!r}; it must be a whole number, 1 or more")
-    _require(c.hc_mult >= 2, f"hc_mult={c.hc_mult}; hyper-connections need 2 streams or more")
+        require(type(value) is int and value >= 1, f"{name}={value!r}; it must be a whole number, 1 or more")
+    require(c.hc_mult >= 2, f"hc_mult={c.hc_mult}; hyper-connections need 2 streams or more")
     for name, group in (("head_dim", 32), ("index_head_dim", 32), ("qk_rope_head_dim", 2)):
         size = getattr(c, name)
-        _require(size % group == 0, f"{name}={size} is not a multiple of {group}; try {size + -size % group}")
+        require(size % group == 0, f"{name}={size} is not a multiple of {group}; try {size + -size % group}")
     widest = min(c.head_dim, c.index_head_dim)
-    _require(c.qk_rope_head_dim <= widest, f"qk_rope_head_dim={c.qk_rope_head_dim} exceeds a head of {widest} channels")
+    require(c.qk_rope_head_dim <= widest, f"qk_rope_head_dim={c.qk_rope_head_dim} exceeds a head of {widest} channels")
     width = c.num_attention_heads * c.head_dim
-    _require(width % c.o_groups == 0, f"o_groups={c.o_groups} does not divide the {width} channels of all heads")
+    require(width % c.o_groups == 0, f"o_groups={c.o_groups} does not divide the {width} channels of all heads")
     for name, experts in (
         ("num_experts_per_tok", "n_routed_experts"),
         ("dspark_num_experts_per_tok", "dspark_n_routed_experts"),
     ):
         wanted, there = getattr(c, name), getattr(c, experts)
-        _require(1 <= wanted <= there, f"{name}={wanted} is not between 1 and {experts}={there}")
+        require(1 <= wanted <= there, f"{name}={wanted} is not between 1 and {experts}={there}")
     scorers = ("sqrtsoftplus", "sigmoid", "softmax")
-    _require(c.scoring_func in scorers, f"scoring_func={c.scoring_func!r} is not one of {scorers}")
+    require(c.scoring_func in scorers, f"scoring_func={c.scoring_func!r} is not one of {scorers}")
     if c.quantized:
         for name in ("hidden_size", "moe_intermediate_size"):
             size = getattr(c, name)
-            _require(size % 32 == 0, f"{name}={size} is not a multiple of the FP4 weight group 32")
+            require(size % 32 == 0, f"{name}={size} is not a multiple of the FP4 weight group 32")
     if c.engram_layer_ids:
         count, rows = len(c.engram_layer_ids), c.engram_num_embeddings
-        _require(len(rows) == count, f"engram_num_embeddings lists {len(rows)} tables for {count} engram layers")
-        _require(max(rows) < 2**31, f"engram_num_embeddings={max(rows)} does not fit 31 bits")
-        _require(c.engram_max_ngram_size >= 2, f"engram_max_ngram_size={c.engram_max_ngram_size} is under 2")
-        _require(c.engram_head_dim % 32 == 0, f"engram_head_dim={c.engram_head_dim} is not a multiple of 32")
-        _require(c.engram_vocab_size < 2**30, f"engram_vocab_size={c.engram_vocab_size} must be under 2**30")
+        require(len(rows) == count, f"engram_num_embeddings lists {len(rows)} tables for {count} engram layers")
+        require(max(rows) < 2**31, f"engram_num_embeddings={max(rows)} does not fit 31 bits")
+        require(c.engram_max_ngram_size >= 2, f"engram_max_ngram_size={c.engram_max_ngram_size} is under 2")
+        require(c.engram_head_dim % 32 == 0, f"engram_head_dim={c.engram_head_dim} is not a multiple of 32")
+        require(c.engram_vocab_size < 2**30, f"engram_vocab_size={c.engram_vocab_size} must be under 2**30")
         pad = c.engram_pad_token_id
-        _require(0 <= pad < c.vocab_size, f"engram_pad_token_id={pad} is not a token of the {c.vocab_size} there are")
+        require(0 <= pad < c.vocab_size, f"engram_pad_token_id={pad} is not a token of the {c.vocab_size} there are")
     if c.num_nextn_predict_layers:
-        _require(bool(c.dspark_target_layer_ids), "draft stages need dspark_target_layer_ids")
+        require(bool(c.dspark_target_layer_ids), "draft stages need dspark_target_layer_ids")
         noise = c.dspark_noise_token_id
-        _require(0 <= noise < c.vocab_size, f"dspark_noise_token_id={noise} is not a token of {c.vocab_size}")
+        require(0 <= noise < c.vocab_size, f"dspark_noise_token_id={noise} is not a token of {c.vocab_size}")
 
 
 def _check_schedule(c: Config):
     layers, drafts = c.num_hidden_layers, c.num_nextn_predict_layers
     ratios = c.compress_ratios
-    _require(
+    require(
         len(ratios) in (layers, layers + drafts),
-        f"compress_ratios lists {len(ratios)} layers; num_hidden_layers={layers} with {drafts} draft stages"
-        f" needs {layers} or {layers + drafts}",
+        f"compress_ratios lists {len(ratios)} layers; it must list num_hidden_layers={layers}"
+        f" and may list the {drafts} draft stages behind them",
     )
-    _require(min(ratios) >= 0, f"compress_ratios holds {min(ratios)}; a ratio is 0 or more tokens an entry")
-    _require(not any(ratios[layers:]), f"compress_ratios of the draft stages are {ratios[layers:]}; they must be 0")
+    require(min(ratios) >= 0, f"compress_ratios holds {min(ratios)}; a ratio is 0 or more tokens an entry")
+    require(not any(ratios[layers:]), f"compress_ratios of the draft stages are {ratios[layers:]}; they must be 0")
     for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids", "dspark_target_layer_ids"):
         ids = getattr(c, name)
-        _require(list(ids) == sorted(set(ids)), f"{name}={list(ids)} must ascend without repeats")
-        _require(all(0 <= i < layers for i in ids), f"{name}={list(ids)} names a layer outside 0..{layers - 1}")
+        require(list(ids) == sorted(set(ids)), f"{name}={list(ids)} must ascend without repeats")
+        require(all(0 <= i < layers for i in ids), f"{name}={list(ids)} names a layer outside 0..{layers - 1}")
     for i in c.kv_source_layer_ids:
-        _require(ratios[i] > 0, f"KV source {i} has compress ratio 0, so it has nothing to compress")
-        _require(
+        require(ratios[i] > 0, f"KV source {i} has compress ratio 0, so it has nothing to compress")
+        require(
             i in c.index_source_layer_ids,
             f"KV source {i} is not in index_source_layer_ids; its new entries need a selection of their own",
         )
     for i in range(layers):
         if ratios[i] == 0:
-            _require(i not in c.index_source_layer_ids, f"index source {i} has compress ratio 0, so nothing to index")
+            require(i not in c.index_source_layer_ids, f"index source {i} has compress ratio 0, so nothing to index")
             continue
         source = max((k for k in c.kv_source_layer_ids if k <= i), default=None)
-        _require(source is not None, f"layer {i} has ratio {ratios[i]} but no KV source at or before it")
+        require(source is not None, f"layer {i} has ratio {ratios[i]} but no KV source at or before it")
         assert source is not None
-        _require(
+        require(
             ratios[source] == ratios[i],
             f"layer {i} has ratio {ratios[i]}, but its KV source {source} has ratio {ratios[source]}",
         )
     source = c.candidate_source_layer_id
     if source is not None:
-        _require(source in c.index_source_layer_ids, f"candidate_source_layer_id={source} is not an index source")
+        require(source in c.index_source_layer_ids, f"candidate_source_layer_id={source} is not an index source")
         last = c.first_decoder_layer
-        _require(
+        require(
             source >= last,
             f"candidate_source_layer_id={source} comes before the last KV source {last}; "
             "later indexers score the candidate source's keys, so it must read the last pool",
         )
-        _require(
+        require(
             c.index_topk <= c.pool_size,
             f"index_topk={c.index_topk} exceeds the candidate pool of {c.candidate_topk_blocks} blocks"
             f" x {c.candidate_block_size} = {c.pool_size} entries",
@@ -294,6 +293,11 @@ def layer_plan(cfg: Config) -> tuple[LayerSpec, ...]:
             )
         )
     return tuple(plan)
+
+
+def group_multiple(cfg: Config) -> int:
+    """The least number of tokens that is whole groups in every compressed layer."""
+    return math.lcm(*(ratio for ratio in cfg.compress_ratios if ratio > 0))
 
 
 v41_flash = Config()
@@ -341,85 +345,3 @@ tiny = Config(  # the model of the golden tensors: every role in 9 layers
 )
 
 PRESETS = {"v41_flash": v41_flash, "tiny": tiny}
-
-# ---- config.json
-
-_TOP_LEVEL = ("bos_token_id", "eos_token_id", "pad_token_id")
-_OPTIONAL = ("gate_temp", "candidate_source_layer_id", *_TOP_LEVEL)
-_NOT_JSON = ("vision", "quantized", "formats")
-_FIXED = {  # keys whose other values this architecture does not have
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "num_key_value_heads": 1,
-    "n_shared_experts": 1,
-    "topk_method": "noaux_tc",
-}
-_QUANTIZATION = {
-    "quant_method": "fp8",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [32, 32],
-    "scale_fmt": "ue8m0",
-    "expert_dtype": "fp4",
-}
-
-
-def from_json(source: dict[str, Any]) -> Config:
-    """Reads a parsed config.json, composite (with `text_config`) or flat.
-
-    Keys this model does not use are ignored. Raises ValueError for a missing key, for a key whose value
-    the architecture does not have, and for every inconsistency `Config` itself refuses.
-    """
-    text = {**source, **source.get("text_config", {})}
-    names = [f.name for f in dataclasses.fields(Config) if f.name not in _NOT_JSON]
-    missing = [name for name in names if name not in text and name not in _OPTIONAL]
-    _require(not missing, f"config.json lacks {', '.join(missing)}")
-    for name, only in _FIXED.items():
-        _require(text.get(name, only) == only, f"{name}={text.get(name)!r}; this architecture has only {only!r}")
-    quantization = source.get("quantization_config", text.get("quantization_config"))
-    for name, only in _QUANTIZATION.items() if quantization else ():
-        value = quantization.get(name)
-        _require(value == only, f"quantization_config.{name}={value!r}; the released layout has {only!r}")
-    values = {name: text[name] for name in names if name in text}
-    values.setdefault("candidate_source_layer_id", None)
-    scaling = values["rope_scaling"]
-    if scaling is not None:
-        kind = scaling.get("rope_type", scaling.get("type"))
-        _require(kind == "yarn", f"rope_scaling.rope_type={kind!r}; only 'yarn' is known")
-        known = [f.name for f in dataclasses.fields(RopeScaling)]
-        missing = [name for name in known if name not in scaling]
-        _require(not missing, f"rope_scaling lacks {', '.join(missing)}")
-        values["rope_scaling"] = RopeScaling(**{name: scaling[name] for name in known})
-    return Config(**values, vision="vision_config" in source, quantized=bool(quantization))
-
-
-def to_json(cfg: Config) -> dict[str, Any]:
-    """Writes the composite config.json that `from_json` reads back to an equal config (`formats` aside).
-
-    Of the vision path only its presence is kept, as an empty `vision_config`.
-    """
-    values = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in _NOT_JSON}
-    top = {name: values.pop(name) for name in _TOP_LEVEL}
-    if cfg.rope_scaling is not None:
-        values["rope_scaling"] = {"rope_type": "yarn", **values["rope_scaling"]}
-    text = {"model_type": "deepseek_v41_text", **values, **_FIXED}
-    out = {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41", **top, "text_config": text}
-    out |= {"vision_config": {}} if cfg.vision else {}
-    return out | ({"quantization_config": dict(_QUANTIZATION)} if cfg.quantized else {})
-
-
-def load_config(path: str | pathlib.Path) -> Config:
-    """Reads `config.json`, given that file or the directory that holds it."""
-    path = pathlib.Path(path)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; give a checkpoint directory that holds config.json")
-    try:
-        return from_json(json.loads(path.read_text()))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-
-
-def group_multiple(cfg: Config) -> int:
-    """The least number of tokens that is whole groups in every compressed layer."""
-    return math.lcm(*(ratio for ratio in cfg.compress_ratios if ratio > 0))

@@ -10,6 +10,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from v41jax import config
 from v41jax.cache import Cache, init_cache
@@ -69,7 +70,7 @@ def decode(params: Params, cache: Cache, token_B, *, cfg: Config):
         raise ValueError(f"token_B has shape {np.shape(token_B)}; decode takes one token a row, shape (batch,)")
     token_B = token_B if isinstance(token_B, jax.Array) else np.asarray(token_B)
     tokens_BT, lengths_B = _check(token_B[:, None], None, cache, cfg=cfg)
-    if not isinstance(cache.owed_B, jax.core.Tracer) and np.any(cache.owed_B):
+    if not isinstance(cache.owed_B, Tracer) and np.any(cache.owed_B):
         owed = int(np.max(cache.owed_B))
         raise ValueError(f"decode: {owed} more prompt tokens must go through prefill before the windows are exact")
     return run_jitted(params, cache, tokens_BT, lengths_B, cfg=cfg, mode="full")
@@ -122,7 +123,7 @@ def _check(tokens_BT, lengths_B, cache: Cache | None, *, cfg: Config):
 def _check_room(cache: Cache, lengths_B, batch: int):
     if cache.length_B.shape[0] != batch:
         raise ValueError(f"tokens have {batch} rows, but the cache was made for batch={cache.length_B.shape[0]}")
-    if isinstance(cache.length_B, jax.core.Tracer) or lengths_B is None:
+    if isinstance(cache.length_B, Tracer) or lengths_B is None:
         return
     if cache.length_B.is_deleted():
         raise ValueError("this cache was given to an earlier call, which donated it; use the cache that call returned")
@@ -137,7 +138,7 @@ def _check_room(cache: Cache, lengths_B, batch: int):
 
 def _concrete(array, name: str):
     """Returns (NumPy array of integers, True), or a traced array and False."""
-    traced = isinstance(array, jax.core.Tracer)
+    traced = isinstance(array, Tracer)
     array = array if traced else np.asarray(array)
     if not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"{name} has dtype {array.dtype}; it must hold integers")

@@ -142,7 +142,7 @@ def run(params: Params, cache: Cache, tokens_BT, lengths_B, *, cfg: Config, mode
             keeps, first_B = cfg.sliding_window, end_B - cfg.sliding_window
         window, pool = windows[layer.layer], None if layer.pool is None else pools[layer.pool]
         if layer.decoder and mode == "encoder":
-            if layer.role is Role.FULL:
+            if layer.role is Role.FULL and layer.pool is not None:
                 pools[layer.pool] = append(weights, flow, pool, span=span, layer=layer, cfg=cfg)
             break
         record, window, pool = run_layer(
@@ -150,7 +150,7 @@ def run(params: Params, cache: Cache, tokens_BT, lengths_B, *, cfg: Config, mode
             cfg=cfg,
         )  # fmt: skip
         windows[layer.layer] = window
-        if layer.role is Role.FULL:
+        if layer.pool is not None:
             pools[layer.pool] = pool
         span, flow, _ = record
         records.append(record)
@@ -213,7 +213,10 @@ def run_layer(weights, flow: Flow, window: Packed, pool, *, span: Span, held_B, 
                 weights["attn"]["indexer"], x, latent, pool.keys, selection, span=span, layer=layer,
                 frequency=frequency, cfg=cfg,
             )  # fmt: skip
-        entries, chosen = (None, None) if layer.role is Role.WINDOW else (pool.entries, selection.entry_BTK)
+        entries, chosen = None, None
+        if layer.role is not Role.WINDOW:
+            assert selection is not None  # a KV source is an index source, and comes first
+            entries, chosen = pool.entries, selection.entry_BTK
         y, window = attention.attend(
             weights["attn"], x, latent, window, entries, chosen, span=span, held_B=held_B, first_B=first_B,
             frequency=frequency, cfg=cfg,
@@ -237,7 +240,7 @@ def _enter(weights, flow: Flow, *, layer: LayerSpec, cfg: Config):
     return streams, rms_norm(mhc.collapse(flow.pre_BTZ, streams), weights["attn_norm"], cfg.rms_norm_eps)
 
 
-def append(weights, flow: Flow, pool: EntryPool, *, span: Span, layer: LayerSpec, cfg: Config) -> EntryPool:
+def append(weights, flow: Flow, pool, *, span: Span, layer: LayerSpec, cfg: Config) -> EntryPool:
     """Compresses the call's tokens at a KV source and appends the entries and index keys of completed groups."""
     _, x = _enter(weights, flow, layer=layer, cfg=cfg)
     weights = weights["attn"]

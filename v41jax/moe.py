@@ -63,8 +63,9 @@ def route(params, x_TD, *, top: int, cfg: Config) -> Routes:
 def choose(logits_TE, bias_E, *, top: int, cfg: Config) -> Routes:
     """Scores router logits and picks; see `route`."""
     if cfg.scoring_func == "sqrtsoftplus":
-        # Floored inside the root: below -87 softplus underflows and the root's gradient would be NaN.
-        scores = jnp.sqrt(jnp.maximum(jax.nn.softplus(logits_TE), jnp.finfo(jnp.float32).tiny))
+        # Far below 0 softplus is exp, and underflows where the root's gradient would be NaN: take exp's root there.
+        low = logits_TE < -30
+        scores = jnp.where(low, jnp.exp(logits_TE / 2), jnp.sqrt(jax.nn.softplus(jnp.where(low, -30.0, logits_TE))))
     elif cfg.scoring_func == "sigmoid":
         scores = jax.nn.sigmoid(logits_TE)
     else:

@@ -6,6 +6,7 @@ packed. The bits are made and read in `pallas_kernels.formats`; this file knows 
 
 import dataclasses
 import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -72,12 +73,11 @@ class Packed:
 
 def abstract(shape: tuple[int, ...], format: str | None) -> Packed:
     """Describes the Packed of an array of `shape` as ShapeDtypeStructs."""
-    if format is None:
-        codes = jax.ShapeDtypeStruct(shape, jnp.float32)
-        return Packed(codes, jax.ShapeDtypeStruct((*shape[:-1], 0), jnp.uint8), None)
-    f = FORMATS[format]
-    planes = (jax.ShapeDtypeStruct(s, jnp.uint8) for s in (f.code_shape(shape), f.scale_shape(shape)))
-    return Packed(*planes, format)
+    f = FORMATS[format] if format is not None else None
+    codes, scales = (f.code_shape(shape), f.scale_shape(shape)) if f else (shape, (*shape[:-1], 0))
+    codes = jax.ShapeDtypeStruct(codes, jnp.uint8 if f else jnp.float32)
+    scales = jax.ShapeDtypeStruct(scales, jnp.uint8)
+    return Packed(cast(jax.Array, codes), cast(jax.Array, scales), format)
 
 
 def quantize(x, format: str | None) -> Packed:
@@ -102,9 +102,14 @@ def quantize(x, format: str | None) -> Packed:
         scales = bits.encode_e8m0_ceil(amax, f.largest)
     else:
         scales = bits.encode_e4m3_scale(amax, f.largest)
-    scaled = x / _spread(_decode_scale(scales, f), x.shape, f)
-    codes = bits.pack_nibbles(bits.encode_e2m1(scaled)) if f.element == "e2m1" else bits.encode_e4m3(scaled)
-    return Packed(codes, scales, format)
+    spread = _spread(_decode_scale(scales, f), x.shape, f)
+    if f.scale == "e4m3":
+        codes = bits.encode_e2m1_scaled(x, spread)
+    elif f.element == "e2m1":
+        codes = bits.encode_e2m1(x / spread)  # by a power of two: exact
+    else:
+        codes = bits.encode_e4m3(x / spread)
+    return Packed(bits.pack_nibbles(codes) if f.element == "e2m1" else codes, scales, format)
 
 
 def dequantize(packed: Packed, dtype):
