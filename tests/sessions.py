@@ -1,5 +1,6 @@
 """Ways to feed a model in tests, and to compare what is left in its cache."""
 
+import dataclasses
 import functools
 import pathlib
 
@@ -7,11 +8,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from v41jax import init_cache, load_checkpoint, model, prefill, quant
+from v41jax import config, init_cache, load_checkpoint, model, prefill, quant
 from v41jax.assets import BUILT_IN
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 CHECKPOINTS = {"tiny-f32": GOLDEN / "tiny-f32", "tiny-fp8fp4": BUILT_IN}
+
+MICRO = dataclasses.replace(  # every role once, nothing quantised; compiles fast
+    config.tiny,
+    num_hidden_layers=5,
+    compress_ratios=(0, 2, 1, 1, 1),
+    kv_source_layer_ids=(1, 2),
+    index_source_layer_ids=(1, 2, 3),
+    candidate_source_layer_id=2,
+    sliding_window=4,
+    engram_layer_ids=(1,),
+    engram_num_embeddings=(462,),
+    num_nextn_predict_layers=0,
+    dspark_target_layer_ids=(),
+    quantized=False,
+    formats=config.UNQUANTIZED,
+)
 
 run = jax.jit(model.run, static_argnames=("cfg", "mode", "read"))
 decoded = jax.jit(functools.partial(quant.dequantize, dtype=jnp.float32))

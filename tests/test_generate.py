@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import sessions
 
-from v41jax import config, generate, inference
+from v41jax import config, generate, inference, init_params
 from v41jax.assets import BUILT_IN
 from v41jax.text import RowIds, RowText, load_tokenizer
 
@@ -66,14 +66,14 @@ def test_chunks_have_few_widths_and_skip_the_decoder_where_exact():
 
 
 def test_skipped_decoder_changes_no_token():
-    cfg, params = sessions.load("tiny-fp8fp4")
-    prompt = [int(t) for t in np.tile(golden_data.model("tiny-fp8fp4")["input_ids"].reshape(-1), 2)]
-    short, long = (
-        [int(t[0]) for t in generate.stream(params, [prompt], cfg=cfg, max_new_tokens=8, prefill_chunk=width)]
-        for width in (32, 256)
+    cfg, params = sessions.MICRO, init_params(sessions.MICRO, jax.random.key(4))
+    prompts = [np.random.default_rng(0).integers(3, cfg.vocab_size, n).tolist() for n in (60, 2)]
+    assert [c.encoder_only for c in generate.plan_chunks(prompts, cfg=cfg, prefill_chunk=16)].count(True) == 2
+    chunked, whole = (
+        np.stack(list(generate.stream(params, prompts, cfg=cfg, max_new_tokens=8, prefill_chunk=width)))
+        for width in (16, 64)
     )
-    assert any(c.encoder_only for c in generate.plan_chunks([prompt], cfg=cfg, prefill_chunk=32))
-    assert short == long
+    np.testing.assert_array_equal(chunked, whole)
 
 
 def test_greedy_takes_the_lowest_of_equals():

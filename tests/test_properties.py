@@ -14,21 +14,7 @@ from v41jax.cache import Span
 
 GOLDEN_TOLERANCE = 2e-4  # of test_golden.py
 FLOAT_TOLERANCE = 1e-5  # float32 sums in another order, nothing rounded to a format
-CFG = dataclasses.replace(  # every role once, so that programs compile fast
-    config.tiny,
-    num_hidden_layers=5,
-    compress_ratios=(0, 2, 1, 1, 1),
-    kv_source_layer_ids=(1, 2),
-    index_source_layer_ids=(1, 2, 3),
-    candidate_source_layer_id=2,
-    sliding_window=4,
-    engram_layer_ids=(1,),
-    engram_num_embeddings=(462,),
-    num_nextn_predict_layers=0,
-    dspark_target_layer_ids=(),
-    quantized=False,
-    formats=config.UNQUANTIZED,
-)
+CFG = sessions.MICRO
 TAIL = CFG.decoder_tail  # 10 tokens; a pool holds 12 entries
 
 
@@ -203,7 +189,7 @@ def test_each_layer_from_equal_inputs_in_chunks():
         if layer.pool is not None:
             pool = (cache if layer.role is config.Role.FULL else after).pools[layer.pool]
         parts = []
-        for first, width in ((0, 1), (1, 16), (17, 13)):
+        for first, width in ((0, 1), (1, 14), (15, 1), (16, 14)):
             part = jax.tree.map(lambda a, stop=first + width, first=first: a[:, first:stop], flow)
             span = Span(start + first, start + width, width)
             where = {"span": span, "held_B": span.start_B, "first_B": start, "keeps": width}
