@@ -4,6 +4,7 @@ Everything a run executes is compiled ahead, one program per prefill width and o
 compilation and no step can trace again.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import time
@@ -96,6 +97,20 @@ def _first(logits_BV, seed_key, *, sampling: Sampling):
     return sample(logits_BV, step_keys(seed_key, logits_BV.shape[0], 0), sampling)
 
 
+@jax.jit
+def _keep(logits_BV, part_BV, lengths_B):
+    """Takes the new logits of the rows that had tokens."""
+    return jnp.where((lengths_B > 0)[:, None], part_BV, logits_BV)
+
+
+def _compile(lowered: dict) -> dict:
+    """Compiles several programs at once; XLA leaves Python free while it works."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compiled = pool.map(lambda program: program.compile(), lowered.values())
+        bar = tqdm(compiled, total=len(lowered), desc="compile", unit="program", disable=None, leave=False)
+        return dict(zip(lowered, bar, strict=True))
+
+
 def check_request(prompts: Sequence[Sequence[int]], *, cfg: Config, max_new_tokens: int, prefill_chunk: int) -> int:
     """Checks a request before a model is loaded, and returns the cache capacity it needs, in tokens."""
     if not prompts or not all(len(prompt) for prompt in prompts):
@@ -124,6 +139,11 @@ class Chunk:
     tokens_BT: np.ndarray  # i32, padded to a bucket
     lengths_B: np.ndarray  # i32
     encoder_only: bool  # every row in it is followed by so many prompt tokens that no decoder layer need see it
+
+    @property
+    def kind(self) -> tuple[int, str]:
+        """What it is compiled for: its width and prefill mode."""
+        return self.tokens_BT.shape[1], "encoder" if self.encoder_only else "exact"
 
 
 def plan_chunks(prompts: Sequence[Sequence[int]], *, cfg: Config, prefill_chunk: int) -> list[Chunk]:
@@ -176,32 +196,34 @@ def stream(
     stats.window_bytes, stats.token_bytes = window_bytes(cfg), bytes_per_token(cfg)
 
     started = time.perf_counter()
-    programs = {}
+    seed_key, token_B = jax.random.key(seed), np.zeros(len(prompts), np.int32)
+    logits = jnp.full((len(prompts), cfg.vocab_size), jnp.nan, jnp.float32)
+    lowered = {
+        "decode": _decode.lower(params, cache, token_B, seed_key, np.int32(0), cfg=cfg, sampling=sampling),
+        "first": _first.lower(logits, seed_key, sampling=sampling),
+        "keep": _keep.lower(logits, logits, token_B),
+    }
     for chunk in chunks:
-        kind = (chunk.tokens_BT.shape[1], "encoder" if chunk.encoder_only else "exact")
-        if kind not in programs:
-            lowered = run_jitted.lower(params, cache, chunk.tokens_BT, chunk.lengths_B, cfg=cfg, mode=kind[1])
-            programs[kind] = lowered.compile()
-    seed_key = jax.random.key(seed)
-    token_B, step = np.zeros(len(prompts), np.int32), np.int32(0)
-    decode = _decode.lower(params, cache, token_B, seed_key, step, cfg=cfg, sampling=sampling).compile()
+        if chunk.kind not in lowered:
+            lowered[chunk.kind] = run_jitted.lower(
+                params, cache, chunk.tokens_BT, chunk.lengths_B, cfg=cfg, mode=chunk.kind[1]
+            )
+    programs = _compile(lowered)
     stats.compile_seconds = time.perf_counter() - started
 
     started = time.perf_counter()
-    logits = jnp.full((len(prompts), cfg.vocab_size), jnp.nan, jnp.float32)
     for chunk in tqdm(chunks, desc="prefill", unit="chunk", disable=len(chunks) == 1 or None):
-        program = programs[chunk.tokens_BT.shape[1], "encoder" if chunk.encoder_only else "exact"]
-        part, cache = program(params, cache, chunk.tokens_BT, chunk.lengths_B)
+        part, cache = programs[chunk.kind](params, cache, chunk.tokens_BT, chunk.lengths_B)
         if part is not None:
-            logits = jnp.where((chunk.lengths_B > 0)[:, None], part, logits)
-    token_B = _first(logits, seed_key, sampling=sampling)
+            logits = programs["keep"](logits, part, chunk.lengths_B)
+    token_B = programs["first"](logits, seed_key)
     jax.block_until_ready(token_B)
     stats.prefill_seconds = time.perf_counter() - started
     stats.prefill_tokens = sum(map(len, prompts))
 
     started = time.perf_counter()
     for number in range(1, max_new_tokens):
-        following_B, cache = decode(params, cache, token_B, seed_key, np.int32(number))
+        following_B, cache = programs["decode"](params, cache, token_B, seed_key, np.int32(number))
         yield np.asarray(token_B)
         token_B = following_B
         stats.decode_steps, stats.decode_seconds = number, time.perf_counter() - started
