@@ -22,8 +22,8 @@ import jax
 import numpy as np
 
 from v41jax import checkpoint, config, config_json, safetensors, tree
-from v41jax.checkpoint import Wanted
 from v41jax.quant import Packed
+from v41jax.release import Wanted, release_layout
 
 ASSET = pathlib.Path(config.__file__).parent / "assets" / "tiny-fp8fp4"
 ROWS = (1200114, 1200592)  # of the two Engram tables when engram_vocab_size is 200000
@@ -91,7 +91,7 @@ def write(path: pathlib.Path, cfg: config.Config) -> None:
             left -= block.nbytes
 
     sources = []
-    for name, want in checkpoint.release_layout(cfg).items():
+    for name, want in release_layout(cfg).items():
         dtype = safetensors.STORED[want.dtypes[0]]
         source = safetensors.Source(name, want.dtypes[0], want.shape, lambda d=dtype, w=want: blocks(d, w))
         sources.append(source)

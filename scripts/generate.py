@@ -92,7 +92,7 @@ def run(args):
     print(f"load     {loaded / 1e6:.1f} MB in {seconds:.2f} s ({loaded / 1e9 / seconds:.3f} GB/s)", file=sys.stderr)
 
     ids_only = bool(args.token_ids) and not args.prompt and not args.prompt_file
-    if ids_only:
+    if ids_only or tokenizer is None:
         rows = [RowIds(end_token=cfg.eos_token_id) for _ in prompts]
     else:
         rows = [RowText(tokenizer, tuple(args.stop), cfg.eos_token_id) for _ in prompts]

@@ -6,11 +6,12 @@ R low rank, E experts, F expert width, Z streams, V vocabulary.
 """
 
 from v41jax.cache import Cache, bytes_per_token, init_cache, window_bytes
-from v41jax.checkpoint import check_checkpoint, load_checkpoint, restore_orbax, save_checkpoint, save_orbax
+from v41jax.checkpoint import load_checkpoint, restore_orbax, save_checkpoint, save_orbax
 from v41jax.config import Config, LayerSpec, Role, layer_plan, tiny, v41_flash
 from v41jax.config_json import load_config
 from v41jax.inference import decode, forward, prefill, prefill_encoder
 from v41jax.model import init_params, parameter_count, specs
+from v41jax.release import check_checkpoint
 
 __all__ = [
     "Cache",

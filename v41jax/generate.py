@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -198,7 +199,7 @@ def stream(
     started = time.perf_counter()
     seed_key, token_B = jax.random.key(seed), np.zeros(len(prompts), np.int32)
     logits = jnp.full((len(prompts), cfg.vocab_size), jnp.nan, jnp.float32)
-    lowered = {
+    lowered: dict[Any, jax.stages.Lowered] = {
         "decode": _decode.lower(params, cache, token_B, seed_key, np.int32(0), cfg=cfg, sampling=sampling),
         "first": _first.lower(logits, seed_key, sampling=sampling),
         "keep": _keep.lower(logits, logits, token_B),
