@@ -65,6 +65,15 @@ def read_prompts(args, cfg, tokenizer) -> list[list[int]]:
     return prompts
 
 
+def open_rows(args, cfg, tokenizer, batch: int) -> list:
+    """Starts an answer per prompt: in token ids where all prompts are, else in text."""
+    if tokenizer is None or (args.token_ids and not args.prompt and not args.prompt_file):
+        if args.stop:
+            raise ValueError("--stop ends answers in text; these prompts are token ids, answered in token ids")
+        return [RowIds(end_token=cfg.eos_token_id) for _ in range(batch)]
+    return [RowText(tokenizer, tuple(args.stop), cfg.eos_token_id) for _ in range(batch)]
+
+
 def answer(rows: list, tokens, pieces: list[list[str]]) -> bool:
     """Feeds one token to every row; returns whether all rows have ended. A single row is printed as it comes."""
     for row, token, piece in zip(rows, tokens.tolist(), pieces, strict=True):
@@ -84,6 +93,7 @@ def run(args):
     sampling = generate.Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     limits = {"max_new_tokens": args.max_new_tokens, "prefill_chunk": args.prefill_chunk}
     generate.check_request(prompts, cfg=cfg, **limits)  # before minutes of loading
+    rows = open_rows(args, cfg, tokenizer, len(prompts))
 
     started = time.perf_counter()
     dtype = args.dtype or ("float32" if args.checkpoint == BUILT_IN else "bfloat16")
@@ -91,11 +101,6 @@ def run(args):
     loaded, seconds = tree.nbytes(params), time.perf_counter() - started
     print(f"load     {loaded / 1e6:.1f} MB in {seconds:.2f} s ({loaded / 1e9 / seconds:.3f} GB/s)", file=sys.stderr)
 
-    ids_only = bool(args.token_ids) and not args.prompt and not args.prompt_file
-    if ids_only or tokenizer is None:
-        rows = [RowIds(end_token=cfg.eos_token_id) for _ in prompts]
-    else:
-        rows = [RowText(tokenizer, tuple(args.stop), cfg.eos_token_id) for _ in prompts]
     pieces = [[] for _ in prompts]
     stats = generate.Stats()
     for tokens in generate.stream(params, prompts, cfg=cfg, sampling=sampling, seed=args.seed, stats=stats, **limits):

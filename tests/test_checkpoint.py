@@ -140,8 +140,8 @@ def test_load_gives_what_the_files_hold(path, dtype):
         front, _, last = path.rpartition(".")
         return np.stack([stored(f"{front}.{e}.{last}{suffix}") for e in range(experts)])
 
-    for name, spec in tree.walk(checkpoint.model.specs(cfg)):
-        leaf = tree.get(params, name)
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Packed))
+    for (name, spec), leaf in zip(tree.walk(checkpoint.model.specs(cfg)), leaves, strict=True):
         if not spec.released:
             continue
         experts = spec.shape[0] if spec.per_expert else None

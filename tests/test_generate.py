@@ -157,6 +157,8 @@ def test_ids_end_at_the_end_token():
         (["--prefill-chunk", "48"], "prefill_chunk=48; it must be a power of two from 16 on"),
         (["--temperature", "-1"], "temperature=-1.0; it must be 0"),
         (["--top-p", "0"], "top_p=0.0; it must be over 0 and at most 1"),
+        (["--stop", ""], "a stop string is empty"),
+        (["--token-ids", "5", "--stop", "x"], "--stop ends answers in text"),
         (["--top-k", "-2"], "top_k=-2; it must be 0"),
         (["--checkpoint", "/nowhere"], "/nowhere does not exist; give a checkpoint directory"),
         (["--prompt-file", "/nowhere"], "/nowhere"),

@@ -343,5 +343,3 @@ tiny = Config(  # the model of the golden tensors: every role in 9 layers
     dspark_num_experts_per_tok=2,
     vision=False,
 )
-
-PRESETS = {"v41_flash": v41_flash, "tiny": tiny}

@@ -20,6 +20,8 @@ class RowText:
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), end_token: int | None = None):
         """Starts empty; `end_token` or the first of `stop` to appear ends it, and neither is part of the text."""
+        if "" in stop:
+            raise ValueError("a stop string is empty; it must hold a character or more")
         self._tokenizer, self._stop, self._end_token = tokenizer, stop, end_token
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._held = ""

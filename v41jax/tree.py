@@ -57,13 +57,6 @@ def walk(specs: Specs) -> Iterator[tuple[str, ArraySpec]]:
         yield ".".join(str(getattr(k, "key", getattr(k, "idx", None))) for k in path), spec
 
 
-def get(tree: Any, path: str) -> Any:
-    """Looks up the leaf at a dotted path."""
-    for key in path.split("."):
-        tree = tree[int(key)] if isinstance(tree, list) else tree[key]
-    return tree
-
-
 def unflatten(specs: Specs, leaves: dict[str, Any]) -> Any:
     """Builds the tree of `specs` from a dict of dotted paths to leaves."""
     structure = jax.tree.structure(specs, is_leaf=is_spec)
@@ -76,7 +69,7 @@ def abstract(specs: Specs, dtype) -> Any:
 
 
 def initialize(specs: Specs, key: jax.Array, dtype) -> Any:
-    """Draws random parameters; a weight's values depend on its path and the key, not on the other weights."""
+    """Draws random parameters; a weight's values depend on the key and on its place among the specs."""
     leaves = {}
     for number, (path, spec) in enumerate(walk(specs)):
         leaves[path] = _draw(spec, jax.random.fold_in(key, number), dtype)
