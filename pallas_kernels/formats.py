@@ -5,6 +5,8 @@ to E8M0 rounds to nearest and turns 0 into NaN, a cast to E4M3 does not saturate
 Codes and scales are uint8 everywhere; nibbles are packed with the even channel low.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -12,6 +14,44 @@ E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E8M0_NAN = 255
 E4M3_NAN = 0x7F
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Format:
+    """One block format: how a value, and the scale of its group, are stored."""
+
+    element: str  # "e2m1" (two a byte) or "e4m3"
+    scale: str  # "e8m0" (a power of two, rounded up) or "e4m3" (nearest)
+    group: int  # channels that share a scale
+    rows: int = 1  # rows that share it: 32 in dense weights
+    floor: float  # amax of a group is raised to this, so that a zero group has a finite scale
+
+    @property
+    def largest(self) -> float:
+        """The largest finite value of an element."""
+        return E2M1_MAX if self.element == "e2m1" else E4M3_MAX
+
+    @property
+    def channels_per_byte(self) -> int:
+        """Channels in one byte of codes: 2 or 1."""
+        return 2 if self.element == "e2m1" else 1
+
+    def code_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the uint8 codes of an array of `shape`."""
+        return (*shape[:-1], shape[-1] // self.channels_per_byte)
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the uint8 scales of an array of `shape`; edge blocks of 32x32 weights may be partial."""
+        last = -(-shape[-1] // self.group)
+        return (*shape[:-1], last) if self.rows == 1 else (*shape[:-2], -(-shape[-2] // self.rows), last)
+
+
+FORMATS = {
+    "fp8_e8m0_32": Format(element="e4m3", scale="e8m0", group=32, floor=1e-4),
+    "fp4_e8m0_32": Format(element="e2m1", scale="e8m0", group=32, floor=6 * 2.0**-126),
+    "fp4_e4m3_16": Format(element="e2m1", scale="e4m3", group=16, floor=6 * 2.0**-9),
+    "fp8_e8m0_32x32": Format(element="e4m3", scale="e8m0", group=32, rows=32, floor=1e-4),
+}
 
 
 def _bits(x):

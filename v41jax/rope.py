@@ -6,6 +6,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.quantize import reference as kernel
 from v41jax.config import Config, RopeScaling
 
 
@@ -58,14 +59,14 @@ def rotate(x, position, frequency: np.ndarray, *, inverse: bool = False):
       frequency: f32 [R / 2] from `frequencies`.
       inverse: rotate back.
     """
-    rotated = 2 * frequency.size
+    cos, sin = turn(position, frequency)
+    return kernel.rotate(x, cos, -sin if inverse else sin)
+
+
+def turn(position, frequency: np.ndarray):
+    """Computes (cos, sin), f32 [..., R / 2], of position x frequency."""
     angle = position.astype(jnp.float32)[..., None] * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    sin = -sin if inverse else sin
-    still, tail = x[..., :-rotated], x[..., -rotated:].astype(jnp.float32)
-    even, odd = tail[..., 0::2], tail[..., 1::2]
-    pairs = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-    return jnp.concatenate([still, pairs.reshape(tail.shape).astype(x.dtype)], axis=-1)
+    return jnp.cos(angle), jnp.sin(angle)
 
 
 def unrotate(x, position, frequency: np.ndarray):

@@ -6,13 +6,13 @@ from jax import lax
 LAST = 2**31 - 1
 
 
-def masked_topk(scores, *, k: int):
-    """See the contract."""
-    width = min(k, scores.shape[-1])
-    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
+def masked_topk(scores_RS, length_R, *, k: int):
+    """See the contract; rows R flattened, S at least 1."""
+    width = min(k, scores_RS.shape[-1])
+    counts = jnp.arange(scores_RS.shape[-1], dtype=jnp.int32) < length_R[:, None]
+    scores = jnp.where(counts & ~jnp.isnan(scores_RS), scores_RS, -jnp.inf)
     scores = jnp.where(scores == 0, jnp.float32(0), scores)  # top_k puts +0 before -0
     best, position = lax.top_k(scores, width)
     position = jnp.sort(jnp.where(best > -jnp.inf, position.astype(jnp.int32), LAST), axis=-1)
     position = jnp.where(position == LAST, -1, position)
-    edge = [(0, 0)] * (position.ndim - 1) + [(0, k - width)]
-    return jnp.pad(position, edge, constant_values=-1)
+    return jnp.pad(position, [(0, 0), (0, k - width)], constant_values=-1)

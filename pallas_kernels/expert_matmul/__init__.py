@@ -1,0 +1,24 @@
+"""Grouped matmul: tiles of rows, each times the packed weights of one expert."""
+
+from pallas_kernels import dispatch
+from pallas_kernels.expert_matmul import reference
+
+BACKENDS = {"reference": reference.expert_matmul}
+
+
+def expert_matmul(x_MRD, codes_EFD, scales_EFG, expert_M, *, format: str, implementation: str | None = None):
+    """Multiplies each tile of rows by its expert's weights, dequantised on the way: x @ W[expert]^T.
+
+    Args:
+      x_MRD: float, M tiles of R rows, already rounded as the activation format wants.
+      codes_EFD, scales_EFG: uint8 planes of E experts' weights [E, F, D]; a dense weight is one expert, a batch one
+        tile.
+      expert_M: i32 expert of each tile; -1: the tile is empty and no weight is read for it.
+      format: "fp4_e8m0_32" or "fp8_e8m0_32x32".
+      implementation: a key of BACKENDS that must run or raise; None picks by platform.
+    Returns:
+      f32 [M, R, F], accumulated in float32; zeros for an empty tile.
+    """
+    return dispatch.run(
+        "expert_matmul", BACKENDS, implementation, x_MRD, codes_EFD, scales_EFG, expert_M, format=format
+    )

@@ -1,0 +1,72 @@
+"""Gather packed rows, dequantise, two einsums around a softmax, QUERY_BLOCK queries at a time."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.quantize.reference import dequantize
+
+QUERY_BLOCK = 32  # queries whose rows are dequantised at a time: bounds [B, QUERY_BLOCK, W + K, H]
+EXACT = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+
+
+def gather_attention(
+    query_BTNH, sink_N, window, window_index_BTW, entries, entry_index_BTK, *, scale, window_format, entry_format
+):
+    """See the contract."""
+
+    def attend(query, *index):
+        rows, valid = gather(window, entries, *index, window_format, entry_format, query.dtype)
+        return sink_attention(query, rows, valid, sink_N, scale=scale)
+
+    return by_query_block(attend, QUERY_BLOCK, query_BTNH, window_index_BTW, entry_index_BTK)
+
+
+def sink_attention(query_BTNH, rows_BTKH, valid_BTK, sink_N, *, scale: float):
+    """Attends each query to its own rows, zeros where not valid."""
+    scores = jnp.einsum("btnh,btkh->btnk", query_BTNH, rows_BTKH, **EXACT) * jnp.float32(scale)
+    scores = jnp.where(valid_BTK[:, :, None], scores, -jnp.inf)
+    top = jnp.maximum(scores.max(-1), sink_N)  # finite, so no -inf - -inf
+    weights = jnp.exp(scores - top[..., None])
+    total = weights.sum(-1) + jnp.exp(sink_N - top)
+    weights = (weights / total[..., None]).astype(query_BTNH.dtype)
+    return jnp.einsum("btnk,btkh->btnh", weights, rows_BTKH, **EXACT).astype(query_BTNH.dtype)
+
+
+def gather(window, entries, window_index, entry_index, window_format, entry_format, dtype):
+    """Reads every query's rows [B, T, W + K, H], zeros where there is none, and which are there."""
+    parts = [(window, window_index, window_format)]
+    if entries is not None:
+        parts.append((entries, entry_index, entry_format))
+    rows = [_take(planes, index, format, dtype) for planes, index, format in parts]
+    index = jnp.concatenate([index for _, index, _ in parts], axis=2)
+    return jnp.concatenate(rows, axis=2), index >= 0
+
+
+def _take(planes, index_BTK, format, dtype):
+    batch = jnp.arange(index_BTK.shape[0], dtype=jnp.int32)[:, None, None]
+    codes, scales = (plane.at[batch, jnp.maximum(index_BTK, 0)].get(mode="clip") for plane in planes)
+    rows = codes.astype(dtype) if format is None else dequantize(codes, scales, format=format, dtype=dtype)
+    return jnp.where(index_BTK[..., None] >= 0, rows, 0)  # NaN in a row that does not count must not spread
+
+
+def by_query_block(fn, block: int, *arrays_BT):
+    """Runs `fn` on blocks of query tokens one after another, so that what it makes inside is [B, block, ...].
+
+    `fn` takes and returns trees of arrays whose second axis is the query; queries must not depend on each other.
+    The last block is padded with copies of the last query, whose results are dropped.
+    """
+    tokens = jax.tree.leaves(arrays_BT)[0].shape[1]
+    if tokens <= block:
+        return fn(*arrays_BT)
+    blocks = -(-tokens // block)
+
+    def split(a):
+        a = jnp.pad(a, [(0, 0), (0, blocks * block - tokens)] + [(0, 0)] * (a.ndim - 2), mode="edge")
+        return jnp.moveaxis(a.reshape(a.shape[0], blocks, block, *a.shape[2:]), 1, 0)
+
+    def join(a):
+        a = jnp.moveaxis(a, 0, 1)
+        return a.reshape(a.shape[0], blocks * block, *a.shape[3:])[:, :tokens]
+
+    return jax.tree.map(join, lax.map(lambda xs: fn(*xs), jax.tree.map(split, arrays_BT)))

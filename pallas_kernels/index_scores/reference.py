@@ -1,0 +1,45 @@
+"""Dequantise a tile of keys, one einsum a tile, mask, block maxima: no more than [B, T, I, KEY_TILE] at a time."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.block_max import reference as block_max
+from pallas_kernels.quantize.reference import dequantize
+
+KEY_TILE = 8192  # keys scored at a time
+
+
+def index_scores(query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, visible_BT, *, format, block_size: int):
+    """See the contract. Every tile is scored, visible or not."""
+    S = codes_BSJ.shape[1]
+    blocks = -(-S // block_size)
+
+    def score(first, width):
+        planes = (lax.dynamic_slice_in_dim(plane, first, width, axis=1) for plane in (codes_BSJ, scales_BSG))
+        scores = weighted_relu("btij,bsj->btis", query_BTIJ, weight_BTI, *planes, format=format)
+        return block_max.block_max(scores, visible_BT - first, block_size=block_size)
+
+    tile = max(1, KEY_TILE // block_size) * block_size
+    if S <= tile:
+        return score(0, S)
+
+    def score_tile(i, best):
+        # The last tile is moved back, by whole blocks, to end with the keys; a short last block follows it.
+        first = jnp.minimum(i * tile, S // block_size * block_size - tile)
+        return lax.dynamic_update_slice_in_dim(best, score(first, tile), first // block_size, axis=2)
+
+    best = jnp.full((*visible_BT.shape, blocks), -jnp.inf, jnp.float32)
+    best = lax.fori_loop(0, -(-S // tile), score_tile, best)
+    short = S % block_size
+    return best if short == 0 else best.at[..., -1:].set(score(S - short, short))
+
+
+def weighted_relu(subscripts: str, query_BTIJ, weight_BTI, codes, scales, *, format):
+    """Sum over heads of weight x relu(query . key), float32."""
+    keys = codes if format is None else dequantize(codes, scales, format=format, dtype=query_BTIJ.dtype)
+    if keys.dtype != query_BTIJ.dtype:
+        query_BTIJ, keys = query_BTIJ.astype(jnp.float32), keys.astype(jnp.float32)
+    exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+    dots = jnp.einsum(subscripts, query_BTIJ, keys, **exact)
+    return jnp.einsum("btis,bti->bts", jax.nn.relu(dots), weight_BTI, **exact)

@@ -1,0 +1,16 @@
+"""Gather the pool's packed keys query by query, dequantise, one einsum, mask."""
+
+import jax.numpy as jnp
+
+from pallas_kernels.index_scores.reference import weighted_relu
+
+
+def pool_scores(query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, block_BTC, visible_BT, *, format, block_size: int):
+    """See the contract."""
+    entry = jnp.maximum(block_BTC, 0)[..., None] * block_size + jnp.arange(block_size, dtype=jnp.int32)
+    seen = (block_BTC >= 0)[..., None] & (entry < jnp.minimum(visible_BT, codes_BSJ.shape[1])[..., None, None])
+    entry, seen = (a.reshape(*block_BTC.shape[:2], -1) for a in (entry, seen))
+    row = jnp.arange(codes_BSJ.shape[0], dtype=jnp.int32)[:, None, None]
+    planes = (plane.at[row, entry].get(mode="clip") for plane in (codes_BSJ, scales_BSG))
+    scores = weighted_relu("btij,btsj->btis", query_BTIJ, weight_BTI, *planes, format=format)
+    return jnp.where(seen & ~jnp.isnan(scores), scores, -jnp.inf)
