@@ -3,9 +3,11 @@
 By default each platform gets its kernel and everything else the reference; a backend chosen by name runs or raises.
 """
 
+import contextlib
+import contextvars
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 from jax.custom_batching import sequential_vmap
@@ -13,6 +15,7 @@ from jax.custom_batching import sequential_vmap
 log = logging.getLogger(__name__)
 
 PLATFORM = {"mosaic_tpu": "tpu", "mosaic_gpu": "cuda"}
+_DEFAULT: contextvars.ContextVar[str | None] = contextvars.ContextVar("default", default=None)
 HOPPER = 9  # the kernels use wgmma, which only compute capability 9 has
 
 
@@ -28,6 +31,7 @@ def run(name: str, backends: Mapping[str, Callable], chosen: str | None, *arrays
     Raises:
       ValueError: no backend of that name. NotImplementedError: the named backend cannot serve these shapes.
     """
+    chosen = chosen or _DEFAULT.get()
     if chosen is not None:
         if chosen not in backends:
             raise ValueError(f"{name} has no backend {chosen!r}; it has {', '.join(sorted(backends))}")
@@ -46,6 +50,16 @@ def run(name: str, backends: Mapping[str, Callable], chosen: str | None, *arrays
             branches[PLATFORM[backend]] = sequential_vmap(kernel)
     reference = functools.partial(backends["reference"], **static)
     return jax.lax.platform_dependent(*arrays, default=reference, **branches) if branches else reference(*arrays)
+
+
+@contextlib.contextmanager
+def default(backend: str) -> Iterator[None]:
+    """Makes `backend` what every operation traced inside runs, or raises; jit anew, its cache does not see this."""
+    token = _DEFAULT.set(backend)
+    try:
+        yield
+    finally:
+        _DEFAULT.reset(token)
 
 
 def per_shard(fn: Callable, mesh, in_specs, out_specs) -> Callable:

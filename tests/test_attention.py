@@ -11,6 +11,7 @@ import pytest
 from golden_data import vectors
 from jaxprs import equations
 
+from pallas_kernels.gather_attention import reference
 from v41jax import attention, config, quant, rope
 from v41jax.cache import Span
 
@@ -21,7 +22,7 @@ cfg = dataclasses.replace(config.tiny, formats=config.UNQUANTIZED, quantized=Fal
 N, H, W = cfg.num_attention_heads, cfg.head_dim, cfg.sliding_window
 FREQUENCY = rope.layer_frequencies(cfg, compressed=False)
 quantize = jax.jit(quant.quantize, static_argnums=1)
-sink_attention = jax.jit(attention.sink_attention, static_argnames="scale")
+sink_attention = jax.jit(reference.sink_attention, static_argnames="scale")
 
 
 def normal(rng, *shape):
@@ -84,14 +85,14 @@ def test_what_stands_in_rows_that_do_not_count_changes_no_bit():
 def test_gradients_of_a_query_without_rows_are_finite():
     q, rows, sink = jnp.ones((1, 2, 2, 8)), jnp.ones((1, 2, 3, 8)), jnp.zeros(2)
     valid = jnp.array([[[False] * 3, [True] * 3]])
-    loss = lambda *a: attention.sink_attention(*a[:2], valid, a[2], scale=0.5).sum()  # noqa: E731
+    loss = lambda *a: reference.sink_attention(*a[:2], valid, a[2], scale=0.5).sum()  # noqa: E731
     for gradient in jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, rows, sink):
         assert np.isfinite(gradient).all()
 
 
 def test_the_scale_has_no_default():
     with pytest.raises(TypeError, match="scale"):
-        attention.sink_attention(*[jnp.ones((1, 1, 1, 1))] * 4)
+        reference.sink_attention(*[jnp.ones((1, 1, 1, 1))] * 4)
 
 
 # ---- a layer
@@ -209,7 +210,7 @@ def test_later_tokens_change_no_bit():
 def test_query_blocks_change_nothing(monkeypatch, block):
     call = layer(np.random.default_rng(7))
     whole, window = attend(call)
-    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
+    monkeypatch.setattr(reference, "QUERY_BLOCK", block)
     y, again = jax.jit(lambda call: attend_once(**call, first=jnp.asarray(0, jnp.int32), cfg=cfg))(call)
     np.testing.assert_array_equal(again.codes, window.codes)
     np.testing.assert_allclose(y, whole, rtol=0, atol=ATTEND_ATOL)  # products of other shapes sum in another order

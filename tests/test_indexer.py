@@ -11,6 +11,10 @@ import pytest
 from golden_data import vectors
 from jaxprs import equations, indexed_axes, result_shapes
 
+from pallas_kernels.block_max import block_max
+from pallas_kernels.index_scores import index_scores
+from pallas_kernels.index_scores import reference as score_reference
+from pallas_kernels.masked_topk import masked_topk
 from v41jax import cache, config, indexer, quant, rope
 from v41jax.cache import Span
 from v41jax.indexer import Selection
@@ -35,9 +39,17 @@ def normal(rng, *shape):
     return rng.standard_normal(shape).astype(np.float32)
 
 
-scored = jax.jit(indexer.index_scores)
-in_pool = jax.jit(indexer.pool_scores, static_argnames="block_size")
-chosen = jax.jit(indexer.select_entries, static_argnames="k")
+@jax.jit
+def scored(query, weight, keys):
+    """Scores of all keys."""
+    visible = jnp.full(weight.shape[:2], keys.codes.shape[1], jnp.int32)
+    return index_scores(query, weight, keys.codes, keys.scales, visible, format=keys.format)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "size"))
+def chosen(query, weight, keys, blocks, visible, k, size):
+    own = dataclasses.replace(cfg, candidate_block_size=size)
+    return indexer.select_in_blocks(query, weight, keys, blocks, visible, k=k, cfg=own)
 
 
 def close(got, want):
@@ -84,15 +96,24 @@ def test_scores_of_bfloat16_queries_are_float32_sums():
     close(got[0], oracle.index_scores(wide[0], weight[0], oracle.quantize(keys[0], "fp4_e8m0_32")[2]))
 
 
+@pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("tile", [1, 4, 7, 19, 20])
-def test_key_tiles_change_nothing(monkeypatch, tile):
+def test_key_tiles_change_nothing(monkeypatch, tile, size):
     rng = np.random.default_rng(2)
     query, weight = normal(rng, 2, 3, 2, 32), normal(rng, 2, 3, 2)
     keys = quantize(rng.integers(-3, 4, (2, 20, 32)).astype(np.float32), "fp4_e8m0_32")
     query, weight = np.round(query), np.round(weight * 4)  # small integers: sums are exact in any order
-    whole = jax.jit(lambda *a: indexer.index_scores(*a))(query, weight, keys)
-    monkeypatch.setattr(indexer, "KEY_TILE", tile)
-    np.testing.assert_array_equal(jax.jit(lambda *a: indexer.index_scores(*a))(query, weight, keys), whole)
+    visible = jnp.array([[20, 7, 0], [19, 12, 1]], jnp.int32)
+
+    def run():
+        scores = functools.partial(index_scores, format=keys.format, block_size=size)
+        return jax.jit(lambda *a: scores(*a))(query, weight, keys.codes, keys.scales, visible)
+
+    whole = run()
+    monkeypatch.setattr(score_reference, "KEY_TILE", tile)
+    monkeypatch.setattr(score_reference, "QUERY_BLOCK", 2)
+    np.testing.assert_array_equal(run(), whole)
+    np.testing.assert_array_equal(whole, oracle.block_max(np.array(scored(query, weight, keys)), visible, size))
 
 
 def test_queries_and_head_weights():
@@ -147,7 +168,12 @@ def test_keys_equal_the_oracle():
 
 def candidates(scores, visible, block_size, keep):
     own = dataclasses.replace(cfg, candidate_block_size=block_size, candidate_topk_blocks=keep, index_topk=1)
-    return np.asarray(jax.jit(functools.partial(indexer.select_candidates, cfg=own))(scores, visible))
+
+    @jax.jit
+    def run(scores, visible):
+        return indexer.candidate_blocks(block_max(scores, visible, block_size=block_size), visible, cfg=own)
+
+    return np.asarray(run(scores, visible))
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3, 6])
@@ -197,7 +223,7 @@ def test_ragged_rows_never_return_what_they_do_not_have():
     scores = np.random.default_rng(5).standard_normal((3, 1, 13)).astype(np.float32)
     visible = np.array([[13], [5], [1]], np.int32)
     blocks = candidates(scores, visible, 4, 2)
-    picked = np.asarray(chosen(scores, np.arange(13, dtype=np.int32), visible, k=13))
+    picked = np.asarray(masked_topk(jnp.asarray(scores), jnp.asarray(visible), k=13))
     np.testing.assert_array_equal(blocks[1:], [[[0, 1]], [[0, -1]]])
     assert 3 in blocks[0, 0]
     for row, count in zip(picked, (13, 5, 1), strict=True):
@@ -219,34 +245,32 @@ def test_selection_in_the_pool_equals_masked_dense_scoring(k, x64):
     with jax.enable_x64(x64):
         source = rng.integers(0, 3, (2, 6, entries)).astype(np.float32)
         blocks = candidates(source, visible, block_size, 3)
-        scores, entry = in_pool(query, weight, keys, blocks, block_size=block_size)
-        got = chosen(scores, entry, visible, k=k)
+        got = chosen(query, weight, keys, blocks, visible, k, block_size)
         dense = np.asarray(scored(query, weight, keys))
-        assert got.dtype == entry.dtype == jnp.int32
+        assert got.dtype == jnp.int32
     for b, t in np.ndindex(2, 6):
         pool = oracle.pool_mask(set(blocks[b, t].tolist()), visible[b, t], block_size, entries)
         np.testing.assert_array_equal(got[b, t], oracle.top_k(np.where(pool, dense[b, t], -np.inf), k))
 
 
 def test_pool_position_to_entry():
-    blocks = jnp.array([[[2, 7, -1]]], jnp.int32)
-    keys = plain(np.zeros((1, 64, 32)))
-    _, entry = in_pool(jnp.ones((1, 1, 1, 32)), jnp.ones((1, 1, 1)), keys, blocks, block_size=8)
-    assert entry[0, 0, 8 + 3] == 59
-    np.testing.assert_array_equal(entry[0, 0, :16], [*range(16, 24), *range(56, 64)])
-    assert (entry[0, 0, 16:] > 2**30).all()  # an absent block: past every visible count
+    keys = np.zeros((1, 64, 32), np.float32)
+    keys[0, 59] = keys[0, 18] = 1
+    blocks, visible = jnp.array([[[2, 7, -1]]], jnp.int32), jnp.array([[64]], jnp.int32)
+    got = chosen(jnp.ones((1, 1, 1, 32)), jnp.ones((1, 1, 1)), plain(keys), blocks, visible, 2, 8)
+    np.testing.assert_array_equal(got, [[[18, 7 * 8 + 3]]])
+    everything = chosen(jnp.ones((1, 1, 1, 32)), jnp.ones((1, 1, 1)), plain(keys), blocks, visible, 24, 8)
+    np.testing.assert_array_equal(everything[0, 0], [*range(16, 24), *range(56, 64), *[-1] * 8])
 
 
-def test_entries_beyond_two_to_the_24_are_exact():
-    first = 2**24 + 1
-    entry = first + jnp.arange(8, dtype=jnp.int32)
+def test_entries_beyond_two_to_the_24_are_exact(monkeypatch):
     scores = jnp.array([[[0, 5, 5, 0, 5, 0, 1, 0.0]]])
-    got = chosen(scores, entry, jnp.array([[first + 8]], jnp.int32), k=3)
-    np.testing.assert_array_equal(got, [[[first + 1, first + 2, first + 4]]])
-    blocks = jnp.array([[[first // 8 + 1]]], jnp.int32)
+    monkeypatch.setattr(indexer, "pool_scores", lambda *a, **k: scores)
+    blocks = jnp.array([[[2**24 // 8 + 1]]], jnp.int32)
     keys = plain(np.zeros((1, 8, 32)))
-    _, entry = in_pool(jnp.ones((1, 1, 1, 32)), jnp.ones((1, 1, 1)), keys, blocks, block_size=8)
-    np.testing.assert_array_equal(entry[0, 0], (first // 8 + 1) * 8 + np.arange(8))
+    own = dataclasses.replace(cfg, candidate_block_size=8)
+    got = indexer.select_in_blocks(None, None, keys, blocks, None, k=3, cfg=own)
+    np.testing.assert_array_equal(got, [[[2**24 + 8 + 1, 2**24 + 8 + 2, 2**24 + 8 + 4]]])
 
 
 def indexer_inputs(rng, tokens, entries):
@@ -267,6 +291,7 @@ def run_select(inputs, carried, layer):
     )(x, latent, keys, carried)
 
 
+ENCODER = next(layer for layer in config.layer_plan(cfg) if layer.role is config.Role.FULL)
 SOURCE = next(layer for layer in config.layer_plan(cfg) if layer.builds_candidates)
 REINDEX = next(layer for layer in config.layer_plan(cfg) if layer.scores_candidates)
 
@@ -295,6 +320,15 @@ def test_query_blocks_change_no_selection(monkeypatch, layer, block):
     whole = run_select(inputs, carried, layer)
     monkeypatch.setattr(indexer, "QUERY_BLOCK", block)
     jax.tree.map(np.testing.assert_array_equal, run_select(inputs, carried, layer), whole)
+
+
+@pytest.mark.parametrize("layer", [SOURCE, ENCODER])
+def test_choosing_blocks_first_changes_no_selection(monkeypatch, layer):
+    inputs = indexer_inputs(np.random.default_rng(11), 7, 4 * 20 + 3)
+    whole = run_select(inputs, None, layer)
+    monkeypatch.setattr(indexer, "FEW_BLOCKS", 0)
+    assert cfg.index_topk < 83 // cfg.candidate_block_size
+    jax.tree.map(np.testing.assert_array_equal, run_select(inputs, None, layer), whole)
 
 
 def test_a_selection_is_as_wide_as_the_cache_at_most():

@@ -13,8 +13,9 @@ from golden_data import vectors
 from jaxprs import equations
 
 from pallas_kernels import formats as bits
+from pallas_kernels.blocks import by_query_block
 from v41jax import config, model, quant, tree
-from v41jax.layers import by_query_block, project, rms_norm
+from v41jax.layers import project, rms_norm
 from v41jax.quant import Packed
 
 CACHE_FORMATS = ("fp8_e8m0_32", "fp4_e8m0_32", "fp4_e4m3_16")

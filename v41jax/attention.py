@@ -1,20 +1,19 @@
 """Attention over the window and the selected entries, with a sink, and its low-rank query and output (section 5).
 
-One latent is key and value for all heads. Rows are read packed and dequantised query block by query block.
+One latent is key and value for all heads. Rows are read packed; see `pallas_kernels.gather_attention`.
 """
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gather_attention import gather_attention
 from v41jax import quant
-from v41jax.cache import Span, take_rows, window_index, write_window
+from v41jax.cache import Span, window_index, write_window
 from v41jax.config import Config
-from v41jax.layers import by_query_block, einsum, project, rms_norm
+from v41jax.layers import group_project, project, rms_norm
 from v41jax.quant import Packed
-from v41jax.rope import rotate, unrotate
+from v41jax.rope import rotate, turn, unrotate
 from v41jax.tree import ArraySpec, Specs
-
-QUERY_BLOCK = 32  # queries whose rows are dequantised at a time: bounds [B, QUERY_BLOCK, W + K, H]
 
 
 def specs(cfg: Config) -> Specs:
@@ -77,49 +76,29 @@ def attend(
     query = project(latent_BTR, params["wq_b"], activation=act)
     query = rotate(query.reshape(*query.shape[:-1], N, H), position_BT[..., None], frequency)
     latent = rms_norm(project(x_BTD, params["wkv"], activation=act), params["kv_norm"], cfg.rms_norm_eps)
-    rows = quant.quantize(rotate(latent, position_BT, frequency), cfg.formats.window)
-
-    ring_and_rows = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), window, rows)
-    index_BTW = window_index(cfg.sliding_window, span, held_B, first_B)
-
-    def attend_block(query, window_index, entry_index):
-        read = quant.dequantize(take_rows(ring_and_rows, window_index), query.dtype)
-        index = window_index
-        if entries is not None:
-            read = jnp.concatenate([read, quant.dequantize(take_rows(entries, entry_index), query.dtype)], axis=2)
-            index = jnp.concatenate([index, entry_index], axis=2)
-        return sink_attention(query, read, index >= 0, params["attn_sink"], scale=H**-0.5)
-
-    out = by_query_block(attend_block, QUERY_BLOCK, query, index_BTW, entry_BTK)
+    rows = quant.rotate_quantize(latent, turn(position_BT, frequency), cfg.formats.window)
+    window, read, index_BTW = _window_rows(window, rows, span, held_B, first_B)
+    out = gather_attention(
+        query, params["attn_sink"], (read.codes, read.scales), index_BTW,
+        None if entries is None else (entries.codes, entries.scales), entry_BTK,
+        scale=H**-0.5, window_format=read.format, entry_format=None if entries is None else entries.format,
+    )  # fmt: skip
     out = unrotate(out, position_BT[..., None], frequency)
-    return _project_out(params, out, cfg=cfg), write_window(window, rows, span)
+    return _project_out(params, out, cfg=cfg), window
 
 
-def sink_attention(query_BTNH, rows_BTKH, valid_BTK, sink_N, *, scale: float):
-    """Attends each query to its own rows; the sink joins the denominator only.
-
-    Args:
-      query_BTNH: float. rows_BTKH: float, key and value at once. valid_BTK: which rows count.
-      sink_N: f32, one finite logit a head. scale: of the dot products.
-    Returns:
-      [B, T, N, H] in the query's dtype; exactly 0 for a query with no row. Softmax in float32.
-    """
-    rows_BTKH = jnp.where(valid_BTK[..., None], rows_BTKH, 0)  # NaN in a row that does not count must not spread
-    scores = einsum("btnh,btkh->btnk", query_BTNH, rows_BTKH, dtype=jnp.float32) * jnp.float32(scale)
-    scores = jnp.where(valid_BTK[:, :, None], scores, -jnp.inf)
-    top = jnp.maximum(scores.max(-1), sink_N)  # finite, so no -inf - -inf
-    weights = jnp.exp(scores - top[..., None])
-    total = weights.sum(-1) + jnp.exp(sink_N - top)
-    weights = (weights / total[..., None]).astype(query_BTNH.dtype)
-    return einsum("btnk,btkh->btnh", weights, rows_BTKH, dtype=query_BTNH.dtype)
+def _window_rows(window: Packed, rows: Packed, span: Span, held_B, first_B):
+    """Writes the call's rows; returns the ring, the rows its queries read, and where: i32 [B, T, W]."""
+    slots = window.codes.shape[1]
+    written = write_window(window, rows, span)
+    if span.width == 1:  # the row that the new one replaces is out of its sight
+        return written, written, window_index(slots, span, held_B, first_B, in_ring=True)
+    both = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), window, rows)
+    return written, both, window_index(slots, span, held_B, first_B)
 
 
 def _project_out(params, out_BTNH, *, cfg: Config):
     """Grouped low-rank output. wo_a multiplies unrounded activations: the reference keeps this product in bfloat16."""
-    groups = out_BTNH.reshape(*out_BTNH.shape[:2], cfg.o_groups, -1)
-    weight = params["wo_a"]
-    if isinstance(weight, Packed):
-        weight = quant.dequantize(weight, groups.dtype)
-    weight = weight.reshape(cfg.o_groups, cfg.o_lora_rank, -1)
-    low = einsum("btgd,grd->btgr", groups, weight, dtype=groups.dtype)
-    return project(low.reshape(*low.shape[:2], -1), params["wo_b"], activation=cfg.formats.activation)
+    groups = out_BTNH.reshape(-1, cfg.o_groups, out_BTNH.shape[2] * out_BTNH.shape[3] // cfg.o_groups)
+    low = group_project(groups, params["wo_a"]).astype(out_BTNH.dtype)
+    return project(low.reshape(*out_BTNH.shape[:2], -1), params["wo_b"], activation=cfg.formats.activation)

@@ -173,7 +173,7 @@ def write_window(window: Packed, rows: Packed, span: Span) -> Packed:
     return put_rows(window, jnp.where(newest_BT, span.position_BT % slots, DROP), rows)
 
 
-def window_index(slots: int, span: Span, held_B, first_B):
+def window_index(slots: int, span: Span, held_B, first_B, *, in_ring: bool = False):
     """Finds every query's window rows in the ring followed by the call's own rows.
 
     Args:
@@ -181,12 +181,15 @@ def window_index(slots: int, span: Span, held_B, first_B):
       span: the queries, whose rows stand behind the ring at W, W + 1, ...
       held_B: i32, tokens seen before this call: the ring holds positions below it.
       first_B: i32, the earliest position a query may see; 0 but for bounded replay.
+      in_ring: the call's rows are in the ring already, and nothing is behind it.
     Returns:
-      i32 [B, T, W] into W + T rows, by ascending position; -1 where there is no such row.
+      i32 [B, T, W] into W + T rows, or W; by ascending position; -1 where there is no such row.
     """
     position = span.position_BT[..., None] + jnp.arange(1 - slots, 1, dtype=jnp.int32)
     start, held, first = (a[:, None, None] for a in (span.start_B, held_B, first_B))
-    index = jnp.where(position >= start, slots + position - start, position % slots)
+    index = position % slots
+    if not in_ring:
+        index = jnp.where(position >= start, slots + position - start, index)
     there = (position >= jnp.maximum(first, 0)) & ((position >= start) | (position < held))
     return jnp.where(there & span.valid_BT[..., None], index, -1)
 

@@ -1,28 +1,30 @@
 """Lightning indexer and HIERARCHICAL SPARSE INDEXER: which entries a query attends to (architecture section 5).
 
-index_keys -> index_scores -> select_candidates -> select_entries. The candidate source scores every visible entry and
-keeps the best blocks as the query's candidate pool; later index sources score only inside it, at a cost that does not
-grow with the context. Selections and pools belong to one call and are never cached.
+index_keys -> index_scores -> candidate_blocks -> select_in_blocks. A Full layer scores every visible entry, keeps the
+maximum of each block, and rescores its best blocks only; the candidate source keeps more of them as the query's pool.
+Later index sources score only inside the pool, at a cost that does not grow with the context. Selections and pools
+belong to one call and are never cached.
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.block_max import block_max
+from pallas_kernels.blocks import by_query_block
+from pallas_kernels.index_scores import index_scores
 from pallas_kernels.masked_topk import masked_topk
+from pallas_kernels.pool_scores import pool_scores
 from v41jax import quant
-from v41jax.cache import take_rows
 from v41jax.config import Config, LayerSpec, Role
-from v41jax.layers import by_query_block, einsum, project, rms_norm
+from v41jax.layers import project, rms_norm
 from v41jax.quant import Packed
-from v41jax.rope import rotate
+from v41jax.rope import rotate, turn
 from v41jax.tree import ArraySpec, Specs
 
-QUERY_BLOCK = 32  # queries scored at a time
-KEY_TILE = 8192  # keys scored at a time: bounds [B, QUERY_BLOCK, heads, KEY_TILE]
+QUERY_BLOCK = 512  # queries scored at a time: bounds their block maxima, [B, QUERY_BLOCK, entries / block size]
+FEW_BLOCKS = 512  # up to as many blocks every entry is scored and compared
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +56,7 @@ def specs(cfg: Config, layer: LayerSpec) -> Specs:
 def index_keys(params, latent_BGH, position_BG, *, frequency, cfg: Config) -> Packed:
     """Makes one index key per entry from its latent before RoPE; all heads share it. Returns Packed [B, G, J]."""
     key = rms_norm(project(latent_BGH, params["wk"]), params["k_norm"], cfg.rms_norm_eps)
-    return quant.quantize(rotate(key, position_BG, frequency), cfg.formats.index)
+    return quant.rotate_quantize(key, turn(position_BG, frequency), cfg.formats.index)
 
 
 def index_queries(params, x_BTD, latent_BTR, position_BT, *, frequency, cfg: Config):
@@ -66,72 +68,38 @@ def index_queries(params, x_BTD, latent_BTR, position_BT, *, frequency, cfg: Con
     return query, project(x_BTD, params["weights_proj"], dtype=jnp.float32) * jnp.float32(scale)
 
 
-def index_scores(query_BTIJ, weight_BTI, keys: Packed):
-    """Scores every key: sum over heads of weight x relu(query . key).
-
-    Args:
-      query_BTIJ: float, from `index_queries`.
-      weight_BTI: f32.
-      keys: Packed [B, S, J], S the capacity; what is not visible is scored too and left to the caller's mask.
-    Returns:
-      f32 [B, T, S]. ReLU makes exact zeros common.
-    """
-    S = keys.codes.shape[1]
-    if S <= KEY_TILE:
-        return _scores("btij,bsj->btis", query_BTIJ, weight_BTI, keys)
-
-    def score_tile(tile, scores):
-        first = jnp.minimum(tile * KEY_TILE, S - KEY_TILE)  # the last tile overlaps the one before it
-        part = jax.tree.map(lambda plane: lax.dynamic_slice_in_dim(plane, first, KEY_TILE, axis=1), keys)
-        part = _scores("btij,bsj->btis", query_BTIJ, weight_BTI, part)
-        return lax.dynamic_update_slice_in_dim(scores, part, first, axis=2)
-
-    scores = jnp.zeros((*query_BTIJ.shape[:2], S), jnp.float32)
-    return lax.fori_loop(0, -(-S // KEY_TILE), score_tile, scores)
-
-
-def pool_scores(query_BTIJ, weight_BTI, keys: Packed, block_BTC, *, block_size: int):
-    """Scores the entries of each query's candidate blocks only.
-
-    Returns:
-      f32 scores [B, T, C * block_size] and the i32 entries they belong to, ascending where blocks are; entries of
-      absent blocks (-1) are past every visible count.
-    """
-    first = jnp.where(block_BTC < 0, (2**31 - 1) // block_size - 1, block_BTC) * block_size
-    entry = first[..., None] + jnp.arange(block_size, dtype=jnp.int32)
-    entry = entry.reshape(*block_BTC.shape[:2], -1)
-    return _scores("btij,btsj->btis", query_BTIJ, weight_BTI, take_rows(keys, entry)), entry
-
-
-def select_candidates(scores_BTS, visible_BT, *, cfg: Config):
-    """Builds each query's candidate pool from the candidate source's scores (report 2.3.2).
+def candidate_blocks(best_BTM, visible_BT, *, cfg: Config):
+    """Builds each query's candidate pool from block maxima of the candidate source's scores (report 2.3.2).
 
     Returns:
       i32 block ids [B, T, C], ascending; -1 behind them where fewer than C blocks are visible.
     """
-    best_BTM = block_max(scores_BTS, visible_BT, block_size=cfg.candidate_block_size)
     block_M = jnp.arange(best_BTM.shape[-1], dtype=jnp.int32)
 
     # The newest block is part-filled: a full one could outscore it, yet it holds the newest tokens.
     newest_BT = (visible_BT - 1) // cfg.candidate_block_size  # -1 where nothing is visible
     best_BTM = jnp.where(block_M == newest_BT[..., None], jnp.inf, best_BTM)
-    return masked_topk(best_BTM, k=min(cfg.candidate_topk_blocks, block_M.size))
+    return masked_topk(best_BTM, newest_BT + 1, k=min(cfg.candidate_topk_blocks, block_M.size))
 
 
-def select_entries(scores_BTS, entry_BTS, visible_BT, *, k: int):
-    """Selects the k best visible entries; equal scores go to the lower entry.
+def select_in_blocks(query_BTIJ, weight_BTI, keys: Packed, block_BTC, visible_BT, *, k: int, cfg: Config):
+    """Selects the k best visible entries of each query's blocks; equal scores go to the lower entry.
 
     Args:
-      scores_BTS: f32; NaN is never selected.
-      entry_BTS: i32 entries the scores belong to, ascending, broadcastable to the scores.
+      query_BTIJ, weight_BTI: from `index_queries`.
+      keys: Packed [B, S, J].
+      block_BTC: i32 ascending block ids, -1 behind them.
       visible_BT: i32, query t sees entries below it.
     Returns:
       i32 [B, T, k] ascending entries, -1 behind them.
     """
-    masked = jnp.where(entry_BTS < visible_BT[..., None], scores_BTS, -jnp.inf)
-    position = masked_topk(masked, k=k)
-    entry_BTS = jnp.broadcast_to(entry_BTS, scores_BTS.shape)
-    return jnp.where(position < 0, -1, jnp.take_along_axis(entry_BTS, jnp.maximum(position, 0), axis=-1))
+    size = cfg.candidate_block_size
+    scores = pool_scores(
+        query_BTIJ, weight_BTI, keys.codes, keys.scales, block_BTC, visible_BT, format=keys.format, block_size=size
+    )
+    position = masked_topk(scores, k=k)
+    block = jnp.take_along_axis(block_BTC, jnp.maximum(position, 0) // size, axis=-1)
+    return jnp.where(position < 0, -1, block * size + position % size)
 
 
 def select(params, x_BTD, latent_BTR, keys: Packed, carried: Selection | None, *, span, layer, frequency, cfg: Config):
@@ -154,16 +122,19 @@ def select(params, x_BTD, latent_BTR, keys: Packed, carried: Selection | None, *
 
     def select_block(query, weight, visible, block):
         if block is not None:
-            scores, entry = pool_scores(query, weight, keys, block, block_size=cfg.candidate_block_size)
-            return Selection(select_entries(scores, entry, visible, k=k), block)
-        scores = index_scores(query, weight, keys)
-        entry = jnp.arange(scores.shape[-1], dtype=jnp.int32)
-        block = select_candidates(scores, visible, cfg=cfg) if layer.builds_candidates else None
-        return Selection(select_entries(scores, entry, visible, k=k), block)
+            return Selection(select_in_blocks(query, weight, keys, block, visible, k=k, cfg=cfg), block)
+        size = cfg.candidate_block_size
+        planes = (keys.codes, keys.scales, visible)
+        if -(-keys.codes.shape[1] // size) <= max(k, FEW_BLOCKS):  # choosing blocks first would leave nothing out
+            scores = index_scores(query, weight, *planes, format=keys.format)
+            entry = masked_topk(scores, visible, k=k)
+            best = block_max(scores, visible, block_size=size) if layer.builds_candidates else None
+        else:
+            best = index_scores(query, weight, *planes, format=keys.format, block_size=size)
+            # The k best entries lie in the k best blocks (section 6), so no score of the others is ever needed again.
+            own = masked_topk(best, -(-visible // size), k=k)
+            entry = select_in_blocks(query, weight, keys, own, visible, k=k, cfg=cfg)
+        block = candidate_blocks(best, visible, cfg=cfg) if layer.builds_candidates else None
+        return Selection(entry, block)
 
     return by_query_block(select_block, QUERY_BLOCK, query_BTIJ, weight_BTI, visible_BT, block_BTC)
-
-
-def _scores(subscripts: str, query_BTIJ, weight_BTI, keys: Packed):
-    dots = einsum(subscripts, query_BTIJ, quant.dequantize(keys, query_BTIJ.dtype), dtype=jnp.float32)
-    return einsum("btis,bti->bts", jax.nn.relu(dots), weight_BTI, dtype=jnp.float32)

@@ -1,13 +1,12 @@
-"""What every part shares: projections over stored weights, RMSNorm, and work in blocks of queries."""
-
-from collections.abc import Callable
+"""What every part shares: projections over stored weights, and RMSNorm."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.expert_matmul import expert_matmul
 from v41jax import quant
-from v41jax.quant import Packed
+from v41jax.quant import FORMATS, Packed
 
 HIGHEST = lax.Precision.HIGHEST  # else GPUs round float32 operands to TF32 and TPUs to bfloat16
 
@@ -25,12 +24,31 @@ def project(x, weight, *, activation: str | None = None, dtype=None):
     Source: architecture sections 4 and 10; reference `linear`.
     """
     dtype = dtype or x.dtype
-    if isinstance(weight, Packed):
-        x = quant.fake_quantize(x, activation)
-        weight = quant.dequantize(weight, x.dtype)
-    if weight.dtype != x.dtype:
-        x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-    return einsum("...i,oi->...o", x, weight, dtype=dtype)
+    if not isinstance(weight, Packed):
+        if weight.dtype != x.dtype:
+            x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+        return einsum("...i,oi->...o", x, weight, dtype=dtype)
+    rows = quant.fake_quantize(x, activation).reshape(1, -1, x.shape[-1])
+    one = jax.tree.map(lambda plane: plane[None], weight)
+    y = tile_project(rows, one, jnp.zeros((1,), jnp.int32))
+    return y.reshape(*x.shape[:-1], y.shape[-1]).astype(dtype)
+
+
+def group_project(x_RGD, weight):
+    """Multiplies each of G groups of channels by its own rows of a stored weight [G * F, D]: f32 [R, G, F]."""
+    groups = x_RGD.shape[1]
+    # A block of scales must not straddle two groups; it does only where groups are narrower than a block.
+    if not isinstance(weight, Packed) or weight.codes.shape[0] % (groups * FORMATS[weight.format].rows):
+        plain = quant.dequantize(weight, x_RGD.dtype) if isinstance(weight, Packed) else weight
+        weight = Packed(plain, jnp.zeros((groups, 0), jnp.uint8), None)
+    experts = jax.tree.map(lambda p: p.reshape(groups, p.shape[0] // groups, p.shape[1]), weight)
+    y = tile_project(jnp.swapaxes(x_RGD, 0, 1), experts, jnp.arange(groups, dtype=jnp.int32))
+    return jnp.swapaxes(y, 0, 1)
+
+
+def tile_project(x_MRD, weights: Packed, expert_M):
+    """Multiplies tiles of rows by one weight each, of those stacked in `weights` [E, F, D]: f32 [M, R, F]."""
+    return expert_matmul(x_MRD, weights.codes, weights.scales, expert_M, format=weights.format)
 
 
 def einsum(subscripts: str, *operands, dtype):
@@ -44,25 +62,3 @@ def rms_norm(x, weight, eps: float):
     x32 = x.astype(jnp.float32)
     y = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + jnp.float32(eps))
     return (y if weight is None else y * weight.astype(jnp.float32)).astype(x.dtype)
-
-
-def by_query_block(fn: Callable, block: int, *arrays_BT):
-    """Runs `fn` on blocks of query tokens one after another, so that what it makes inside is [B, block, ...].
-
-    `fn` takes and returns trees of arrays whose second axis is the query; queries must not depend on each other.
-    The last block is padded with copies of the last query, whose results are dropped.
-    """
-    tokens = jax.tree.leaves(arrays_BT)[0].shape[1]
-    if tokens <= block:
-        return fn(*arrays_BT)
-    blocks = -(-tokens // block)
-
-    def split(a):
-        a = jnp.pad(a, [(0, 0), (0, blocks * block - tokens)] + [(0, 0)] * (a.ndim - 2), mode="edge")
-        return jnp.moveaxis(a.reshape(a.shape[0], blocks, block, *a.shape[2:]), 1, 0)
-
-    def join(a):
-        a = jnp.moveaxis(a, 0, 1)
-        return a.reshape(a.shape[0], blocks * block, *a.shape[3:])[:, :tokens]
-
-    return jax.tree.map(join, lax.map(lambda xs: fn(*xs), jax.tree.map(split, arrays_BT)))

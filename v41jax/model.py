@@ -16,7 +16,7 @@ from v41jax.indexer import Selection
 from v41jax.layers import project, rms_norm
 from v41jax.moe import Routes
 from v41jax.quant import Packed
-from v41jax.rope import layer_frequencies, rotate
+from v41jax.rope import layer_frequencies, turn
 from v41jax.tree import ArraySpec, Specs
 
 Params = dict  # the nesting of `specs`, arrays and Packed at the leaves
@@ -197,6 +197,23 @@ def run_layer(weights, flow: Flow, window: Packed, pool, *, span: Span, held_B, 
     Returns:
       a LayerRecord with the flow out of the layer, the ring, the pool.
     """
+    span, flow, window, pool = run_attention(
+        weights, flow, window, pool, span=span, held_B=held_B, first_B=first_B, keeps=keeps, layer=layer, cfg=cfg
+    )
+    streams = flow.streams_BTZD
+    mix = mhc.mixes(weights, "ffn", streams, cfg=cfg)
+    with jax.named_scope("moe"):
+        x = rms_norm(mhc.collapse(flow.pre_BTZ, streams), weights["ffn_norm"], cfg.rms_norm_eps)
+        y, routes = moe.moe(weights["ffn"], x, top=cfg.num_experts_per_tok, cfg=cfg)
+    flow = dataclasses.replace(flow, streams_BTZD=mhc.expand(mix, y, streams), pre_BTZ=mix.pre)
+    return LayerRecord(span, flow, routes), window, pool
+
+
+def run_attention(weights, flow: Flow, window: Packed, pool, *, span: Span, held_B, first_B, keeps: int, layer, cfg):
+    """Runs the attention half of a layer; see `run_layer`.
+
+    Returns the span of the tokens it kept, the flow into the MoE half, the ring and the pool.
+    """
     frequency = layer_frequencies(cfg, compressed=layer.ratio > 0)
     if layer.role is Role.FULL:
         pool = append(weights, flow, pool, span=span, layer=layer, cfg=cfg)
@@ -222,13 +239,7 @@ def run_layer(weights, flow: Flow, window: Packed, pool, *, span: Span, held_B, 
             frequency=frequency, cfg=cfg,
         )  # fmt: skip
     streams = mhc.expand(mix, y, streams)
-
-    pre, mix = mix.pre, mhc.mixes(weights, "ffn", streams, cfg=cfg)
-    with jax.named_scope("moe"):
-        x = rms_norm(mhc.collapse(pre, streams), weights["ffn_norm"], cfg.rms_norm_eps)
-        y, routes = moe.moe(weights["ffn"], x, top=cfg.num_experts_per_tok, cfg=cfg)
-    flow = Flow(mhc.expand(mix, y, streams), mix.pre, selection, flow.engram_rows)
-    return LayerRecord(span, flow, routes), window, pool
+    return span, Flow(streams, mix.pre, selection, flow.engram_rows), window, pool
 
 
 def _enter(weights, flow: Flow, *, layer: LayerSpec, cfg: Config):
@@ -252,7 +263,7 @@ def append(weights, flow: Flow, pool, *, span: Span, layer: LayerSpec, cfg: Conf
         first_B = span.start_B // layer.ratio
         entry_BG = first_B[:, None] + jnp.arange(latent.shape[1], dtype=jnp.int32)
         position_BG = entry_BG * layer.ratio  # an entry stands at the first token of its group
-        entries = quant.quantize(rotate(latent, position_BG, frequency), cfg.formats.entry)
+        entries = quant.rotate_quantize(latent, turn(position_BG, frequency), cfg.formats.entry)
         keys = indexer.index_keys(weights["indexer"], latent, position_BG, frequency=frequency, cfg=cfg)
         return append_entries(pool, entries, keys, first_B, count_B)
 

@@ -1,7 +1,7 @@
 """Mixture of experts: router, sorted grouped dispatch, shared expert (architecture section 7).
 
-Each token's choices are sorted by expert and laid out in tiles of rows that share one. A tile dequantises its expert's
-packed weights and multiplies; the work follows the number of rows, and no expert is touched that no tile needs.
+Each token's choices are sorted by expert and laid out in tiles of rows that share one. A tile multiplies by the packed
+weights of its expert; the work follows the number of rows, and no expert is touched that no tile needs.
 """
 
 from typing import NamedTuple
@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from v41jax import quant
 from v41jax.config import Config
-from v41jax.layers import project
+from v41jax.layers import project, tile_project
+from v41jax.quant import Packed
 from v41jax.tree import ArraySpec, Specs
 
 LARGEST_TILE = 128  # rows that share one dequantised expert
-TILES_AT_ONCE = 8  # tiles multiplied together: bounds the dequantised weights in memory
 
 
 class Routes(NamedTuple):
@@ -87,7 +88,7 @@ def moe(params, x_BTD, *, top: int, cfg: Config):
     x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
     routes = route(params["gate"], x_TD, top=top, cfg=cfg)
     routed = _routed(params["experts"], x_TD, routes, cfg=cfg)
-    shared = _feed_forward(params["shared_experts"], x_TD, None, cfg=cfg)
+    shared = _feed_forward(params["shared_experts"], x_TD, None, None, cfg=cfg)
     y = (routed + shared).astype(x_BTD.dtype).reshape(x_BTD.shape)
     return y, Routes(*(r.reshape(*x_BTD.shape[:2], top) for r in routes))
 
@@ -95,7 +96,7 @@ def moe(params, x_BTD, *, top: int, cfg: Config):
 class Tiles(NamedTuple):
     """Where rows stand once sorted by expert and padded to whole tiles."""
 
-    expert_M: jax.Array  # i32, the expert of each tile; tiles past the last used one name any
+    expert_M: jax.Array  # i32, the expert of each tile; -1 past the last used one
     source_S: jax.Array  # i32 [M * rows], the row in each slot; the number of rows where a slot is empty
     slot_N: jax.Array  # i32, the slot of each row
 
@@ -119,7 +120,7 @@ def sort_to_tiles(expert_N, *, experts: int, tile: int) -> Tiles:
     slot_sorted_N = (end_E - tiles_E)[sorted_N] * tile + rank_N
     expert_M = jnp.sum(end_E <= jnp.arange(tiles, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
     return Tiles(
-        expert_M=jnp.minimum(expert_M, experts - 1),
+        expert_M=jnp.where(expert_M < experts, expert_M, -1),
         source_S=jnp.full((tiles * tile,), N, jnp.int32).at[slot_sorted_N].set(order_N),
         slot_N=jnp.zeros((N,), jnp.int32).at[order_N].set(slot_sorted_N),
     )
@@ -132,39 +133,31 @@ def _routed(params, x_TD, routes: Routes, *, cfg: Config):
     tiles = sort_to_tiles(routes.expert.reshape(-1), experts=experts, tile=tile)
     x_SD = x_TD.at[lax.div(tiles.source_S, jnp.int32(top))].get(mode="fill", fill_value=0)
     weight_S = routes.weight.reshape(-1).at[tiles.source_S].get(mode="fill", fill_value=0)
-
-    def run_tile(expert, x, weight):
-        weights = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, expert, keepdims=False), params)
-        return _feed_forward(weights, x, weight, cfg=cfg)
-
-    shape = (tiles.expert_M.size, tile)
-    work = (tiles.expert_M, x_SD.reshape(*shape, -1), weight_S.reshape(shape))
-    y_SD = _in_batches(jax.vmap(run_tile), work).reshape(-1, x_SD.shape[-1])
+    y_SD = _feed_forward(params, x_SD, weight_S, tiles.expert_M, cfg=cfg)
     return y_SD[tiles.slot_N].reshape(tokens, top, -1).sum(1)
 
 
-def _in_batches(fn, work):
-    """Maps `fn` over the first axis, TILES_AT_ONCE at a time; the last batch is filled with zeros."""
-    count = work[0].shape[0]
-    if count <= TILES_AT_ONCE:
-        return fn(*work)
+def _feed_forward(params, x_SD, weight_S, expert_M, *, cfg: Config):
+    """SwiGLU with clipped gate and up projections; `weight_S` scales each row before w2. Returns f32 [S, D].
 
-    def split(a):
-        a = jnp.pad(a, [(0, -count % TILES_AT_ONCE)] + [(0, 0)] * (a.ndim - 1))
-        return a.reshape(-1, TILES_AT_ONCE, *a.shape[1:])
-
-    y = lax.map(lambda batch: fn(*batch), jax.tree.map(split, work))
-    return y.reshape(-1, *y.shape[2:])[:count]
-
-
-def _feed_forward(params, x, weight, *, cfg: Config):
-    """SwiGLU with clipped gate and up projections; `weight` scales each row before w2. Returns float32."""
+    Rows stand in M tiles of equal size, tile m for expert `expert_M[m]` of the stacked weights; None: there is one.
+    """
     act = cfg.formats.activation
-    gate = project(x, params["w1"], activation=act, dtype=jnp.float32)
-    up = project(x, params["w3"], activation=act, dtype=jnp.float32)
+
+    def multiply(x, weight):
+        if expert_M is None:
+            return project(x, weight, activation=act, dtype=jnp.float32)
+        if isinstance(weight, Packed):
+            x = quant.fake_quantize(x, act)
+        else:
+            weight = Packed(weight, jnp.zeros((weight.shape[0], 0), jnp.uint8), None)
+        y = tile_project(x.reshape(expert_M.size, -1, x.shape[-1]), weight, expert_M)
+        return y.reshape(x.shape[0], -1)
+
+    gate, up = multiply(x_SD, params["w1"]), multiply(x_SD, params["w3"])
     if cfg.swiglu_limit > 0:
         limit = jnp.float32(cfg.swiglu_limit)
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     hidden = jax.nn.silu(gate) * up
-    hidden = hidden if weight is None else hidden * weight[:, None]
-    return project(hidden.astype(x.dtype), params["w2"], activation=act, dtype=jnp.float32)
+    hidden = hidden if weight_S is None else hidden * weight_S[:, None]
+    return multiply(hidden.astype(x_SD.dtype), params["w2"])

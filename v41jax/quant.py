@@ -1,7 +1,8 @@
 """Block formats: FP4 and FP8 values that share a scale per group (architecture section 4).
 
 A quantised array is a `Packed`: one plane of codes and one of scales, both uint8, so that what the docs call packed is
-packed. The bits are made and read in `pallas_kernels.formats`; this file knows groups, scales and gradients.
+packed. The formats stand in `pallas_kernels.formats`, the arithmetic in `pallas_kernels.quantize`; this file adds the
+container and the gradient.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import quantize as kernels
 from pallas_kernels.formats import FORMATS
+from pallas_kernels.quantize import reference
 
 
 @jax.tree_util.register_dataclass
@@ -54,10 +56,15 @@ def quantize(x, format: str | None) -> Packed:
       a group that holds NaN or inf gets a NaN scale, so all of it decodes to NaN.
     Source: architecture section 4; reference `act_quant`, `fp4_act_quant`.
     """
-    x = x.astype(jnp.float32)
+    return rotate_quantize(x, None, format)
+
+
+def rotate_quantize(x, rotation, format: str | None) -> Packed:
+    """Rotates adjacent channel pairs by `rotation`, (cos, sin) from `rope.turn`, then quantises; see `quantize`."""
     if format is None:
-        return Packed(x, jnp.zeros((*x.shape[:-1], 0), jnp.uint8), None)
-    return Packed(*kernels.quantize(x, format=format), format)
+        x = x if rotation is None else reference.rotate(x, *rotation)
+        return Packed(x.astype(jnp.float32), jnp.zeros((*x.shape[:-1], 0), jnp.uint8), None)
+    return Packed(*kernels.quantize(x, rotation, format=format), format)
 
 
 def dequantize(packed: Packed, dtype):
@@ -69,7 +76,8 @@ def dequantize(packed: Packed, dtype):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _round_trip(x, format: str):
-    return dequantize(quantize(x, format), x.dtype)
+    codes, scales = reference.quantize(x, format=format)  # not the kernels: XLA fuses this into what is around it
+    return reference.dequantize(codes, scales, format=format, dtype=x.dtype)
 
 
 @_round_trip.defjvp

@@ -1,4 +1,4 @@
-"""One tile after another: take the expert's planes, dequantise, multiply. TILES_AT_ONCE bounds what is dequantised."""
+"""Take each tile's expert, dequantise, multiply: TILES_AT_ONCE tiles at a time, which bounds what is dequantised."""
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +9,22 @@ from pallas_kernels.quantize.reference import dequantize
 TILES_AT_ONCE = 8
 
 
-def expert_matmul(x_MRD, codes_EFD, scales_EFG, expert_M, *, format: str):
+def expert_matmul(x_MRD, codes_EFD, scales_EFG, expert_M, *, format):
     """See the contract."""
 
-    def multiply(work):
-        x, expert = work
+    def multiply(x, expert):
         planes = (lax.dynamic_index_in_dim(a, jnp.maximum(expert, 0), keepdims=False) for a in (codes_EFD, scales_EFG))
-        weight = dequantize(*planes, format=format, dtype=x.dtype)
+        weight = next(planes) if format is None else dequantize(*planes, format=format, dtype=x.dtype)
+        if weight.dtype != x.dtype:
+            x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
         y = jnp.einsum("rd,fd->rf", x, weight, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-        return jnp.where(expert < 0, 0, y)
+        return jnp.where(expert < 0, 0, y.astype(jnp.float32))
 
-    return lax.map(multiply, (x_MRD, expert_M), batch_size=TILES_AT_ONCE)
+    tiles = expert_M.size
+    if tiles <= TILES_AT_ONCE:
+        return jax.vmap(multiply)(x_MRD, expert_M)
+    extra = -tiles % TILES_AT_ONCE
+    x_MRD = jnp.pad(x_MRD, ((0, extra), (0, 0), (0, 0))).reshape(-1, TILES_AT_ONCE, *x_MRD.shape[1:])
+    expert_M = jnp.pad(expert_M, (0, extra), constant_values=-1).reshape(-1, TILES_AT_ONCE)
+    y = lax.map(lambda batch: jax.vmap(multiply)(*batch), (x_MRD, expert_M))
+    return y.reshape(-1, *y.shape[2:])[:tiles]

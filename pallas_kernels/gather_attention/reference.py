@@ -1,9 +1,9 @@
 """Gather packed rows, dequantise, two einsums around a softmax, QUERY_BLOCK queries at a time."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.blocks import by_query_block
 from pallas_kernels.quantize.reference import dequantize
 
 QUERY_BLOCK = 32  # queries whose rows are dequantised at a time: bounds [B, QUERY_BLOCK, W + K, H]
@@ -48,25 +48,3 @@ def _take(planes, index_BTK, format, dtype):
     codes, scales = (plane.at[batch, jnp.maximum(index_BTK, 0)].get(mode="clip") for plane in planes)
     rows = codes.astype(dtype) if format is None else dequantize(codes, scales, format=format, dtype=dtype)
     return jnp.where(index_BTK[..., None] >= 0, rows, 0)  # NaN in a row that does not count must not spread
-
-
-def by_query_block(fn, block: int, *arrays_BT):
-    """Runs `fn` on blocks of query tokens one after another, so that what it makes inside is [B, block, ...].
-
-    `fn` takes and returns trees of arrays whose second axis is the query; queries must not depend on each other.
-    The last block is padded with copies of the last query, whose results are dropped.
-    """
-    tokens = jax.tree.leaves(arrays_BT)[0].shape[1]
-    if tokens <= block:
-        return fn(*arrays_BT)
-    blocks = -(-tokens // block)
-
-    def split(a):
-        a = jnp.pad(a, [(0, 0), (0, blocks * block - tokens)] + [(0, 0)] * (a.ndim - 2), mode="edge")
-        return jnp.moveaxis(a.reshape(a.shape[0], blocks, block, *a.shape[2:]), 1, 0)
-
-    def join(a):
-        a = jnp.moveaxis(a, 0, 1)
-        return a.reshape(a.shape[0], blocks * block, *a.shape[3:])[:, :tokens]
-
-    return jax.tree.map(join, lax.map(lambda xs: fn(*xs), jax.tree.map(split, arrays_BT)))

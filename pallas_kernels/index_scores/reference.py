@@ -1,17 +1,27 @@
-"""Dequantise a tile of keys, one einsum a tile, mask, block maxima: no more than [B, T, I, KEY_TILE] at a time."""
+"""Dequantise a tile of keys, one einsum a tile, mask, block maxima: [B, QUERY_BLOCK, I, KEY_TILE] at a time."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.block_max import reference as block_max
+from pallas_kernels.blocks import by_query_block
 from pallas_kernels.quantize.reference import dequantize
 
+QUERY_BLOCK = 32  # queries scored at a time
 KEY_TILE = 8192  # keys scored at a time
 
 
 def index_scores(query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, visible_BT, *, format, block_size: int):
     """See the contract. Every tile is scored, visible or not."""
+
+    def score(query, weight, visible):
+        return _score_tiles(query, weight, codes_BSJ, scales_BSG, visible, format=format, block_size=block_size)
+
+    return by_query_block(score, QUERY_BLOCK, query_BTIJ, weight_BTI, visible_BT)
+
+
+def _score_tiles(query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, visible_BT, *, format, block_size: int):
     S = codes_BSJ.shape[1]
     blocks = -(-S // block_size)
 

@@ -2,11 +2,22 @@
 
 import jax.numpy as jnp
 
+from pallas_kernels.blocks import by_query_block
 from pallas_kernels.index_scores.reference import weighted_relu
+
+QUERY_BLOCK = 32  # queries whose keys are dequantised at a time
 
 
 def pool_scores(query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, block_BTC, visible_BT, *, format, block_size: int):
     """See the contract."""
+
+    def score(*queries):
+        return _score_pool(codes_BSJ, scales_BSG, *queries, format=format, block_size=block_size)
+
+    return by_query_block(score, QUERY_BLOCK, query_BTIJ, weight_BTI, block_BTC, visible_BT)
+
+
+def _score_pool(codes_BSJ, scales_BSG, query_BTIJ, weight_BTI, block_BTC, visible_BT, *, format, block_size: int):
     entry = jnp.maximum(block_BTC, 0)[..., None] * block_size + jnp.arange(block_size, dtype=jnp.int32)
     seen = (block_BTC >= 0)[..., None] & (entry < jnp.minimum(visible_BT, codes_BSJ.shape[1])[..., None, None])
     entry, seen = (a.reshape(*block_BTC.shape[:2], -1) for a in (entry, seen))

@@ -1,0 +1,29 @@
+"""Work in blocks of queries, so that what a block makes on the way stays small."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def by_query_block(fn: Callable, block: int, *arrays_BT):
+    """Runs `fn` on blocks of query tokens one after another, so that what it makes inside is [B, block, ...].
+
+    `fn` takes and returns trees of arrays whose second axis is the query; queries must not depend on each other.
+    The last block is padded with copies of the last query, whose results are dropped.
+    """
+    tokens = jax.tree.leaves(arrays_BT)[0].shape[1]
+    if tokens <= block:
+        return fn(*arrays_BT)
+    blocks = -(-tokens // block)
+
+    def split(a):
+        a = jnp.pad(a, [(0, 0), (0, blocks * block - tokens)] + [(0, 0)] * (a.ndim - 2), mode="edge")
+        return jnp.moveaxis(a.reshape(a.shape[0], blocks, block, *a.shape[2:]), 1, 0)
+
+    def join(a):
+        a = jnp.moveaxis(a, 0, 1)
+        return a.reshape(a.shape[0], blocks * block, *a.shape[3:])[:, :tokens]
+
+    return jax.tree.map(join, lax.map(lambda xs: fn(*xs), jax.tree.map(split, arrays_BT)))
