@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 
+from pallas_kernels.sinkhorn import sinkhorn
 from v41jax.config import Config
 from v41jax.layers import project, rms_norm
 from v41jax.tree import ArraySpec, Specs
@@ -50,19 +51,11 @@ def split_mixes(logits, scale, base, *, streams: int, iterations: int, eps: floa
 
     Source: reference `hc_split_sinkhorn`.
     """
-    Z = streams
-    pre = jax.nn.sigmoid(logits[..., :Z] * scale[0] + base[:Z]) + eps
-    post = 2 * jax.nn.sigmoid(logits[..., Z : 2 * Z] * scale[1] + base[Z : 2 * Z])
-    comb = (logits[..., 2 * Z :] * scale[2] + base[2 * Z :]).reshape(*logits.shape[:-1], Z, Z)
-    comb = jax.nn.softmax(comb, axis=-1) + eps
-    comb = comb / (comb.sum(-2, keepdims=True) + eps)
-
-    def iterate(comb, _):
-        comb = comb / (comb.sum(-1, keepdims=True) + eps)
-        return comb / (comb.sum(-2, keepdims=True) + eps), None
-
-    comb, _ = lax.scan(iterate, comb, length=iterations - 1)
-    return Mixes(pre, post, comb)
+    Z, lead = streams, logits.shape[:-1]
+    logits = logits * jnp.repeat(scale, np.array([Z, Z, Z * Z]), total_repeat_length=(2 + Z) * Z) + base
+    rows = logits.reshape(-1, logits.shape[-1])
+    flat = sinkhorn(rows, streams=Z, iterations=iterations, eps=eps).reshape(logits.shape)
+    return Mixes(flat[..., :Z], flat[..., Z : 2 * Z], flat[..., 2 * Z :].reshape(*lead, Z, Z))
 
 
 def collapse(pre_BTZ, streams_BTZD):

@@ -1,9 +1,9 @@
 """Block-max pooling of index scores: what a block of entries could offer a query."""
 
 from pallas_kernels import dispatch
-from pallas_kernels.block_max import reference
+from pallas_kernels.block_max import mosaic_tpu, reference
 
-BACKENDS = {"reference": reference.block_max}
+BACKENDS = {"reference": reference.block_max, "mosaic_tpu": mosaic_tpu.block_max}
 
 
 def block_max(scores_BTS, visible_BT, *, block_size: int, implementation: str | None = None):

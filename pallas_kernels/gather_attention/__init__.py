@@ -5,9 +5,13 @@ import functools
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.gather_attention import backward, reference
+from pallas_kernels.gather_attention import backward, mosaic_gpu, mosaic_tpu, reference
 
-BACKENDS = {"reference": reference.gather_attention}
+BACKENDS = {
+    "reference": reference.gather_attention,
+    "mosaic_gpu": mosaic_gpu.gather_attention,
+    "mosaic_tpu": mosaic_tpu.gather_attention,
+}
 
 
 def gather_attention(

@@ -1,9 +1,13 @@
 """Lightning-indexer scores over packed index keys."""
 
 from pallas_kernels import dispatch
-from pallas_kernels.index_scores import reference
+from pallas_kernels.index_scores import mosaic_gpu, mosaic_tpu, reference
 
-BACKENDS = {"reference": reference.index_scores}
+BACKENDS = {
+    "reference": reference.index_scores,
+    "mosaic_gpu": mosaic_gpu.index_scores,
+    "mosaic_tpu": mosaic_tpu.index_scores,
+}
 
 
 def index_scores(

@@ -3,9 +3,13 @@
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.masked_topk import reference
+from pallas_kernels.masked_topk import mosaic_gpu, mosaic_tpu, reference
 
-BACKENDS = {"reference": reference.masked_topk}
+BACKENDS = {
+    "reference": reference.masked_topk,
+    "mosaic_gpu": mosaic_gpu.masked_topk,
+    "mosaic_tpu": mosaic_tpu.masked_topk,
+}
 
 
 def masked_topk(scores, length=None, *, k: int, implementation: str | None = None):

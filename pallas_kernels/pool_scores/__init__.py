@@ -1,9 +1,13 @@
 """Lightning-indexer scores inside each query's candidate pool only: the cost does not grow with the context."""
 
 from pallas_kernels import dispatch
-from pallas_kernels.pool_scores import reference
+from pallas_kernels.pool_scores import mosaic_gpu, mosaic_tpu, reference
 
-BACKENDS = {"reference": reference.pool_scores}
+BACKENDS = {
+    "reference": reference.pool_scores,
+    "mosaic_gpu": mosaic_gpu.pool_scores,
+    "mosaic_tpu": mosaic_tpu.pool_scores,
+}
 
 
 def pool_scores(

@@ -2,10 +2,18 @@
 
 from pallas_kernels import dispatch
 from pallas_kernels.formats import FORMATS
-from pallas_kernels.quantize import reference
+from pallas_kernels.quantize import mosaic_gpu, mosaic_tpu, reference
 
-QUANTIZE = {"reference": reference.quantize}
-DEQUANTIZE = {"reference": reference.dequantize}
+QUANTIZE = {
+    "reference": reference.quantize,
+    "mosaic_gpu": mosaic_gpu.quantize,
+    "mosaic_tpu": mosaic_tpu.quantize,
+}
+DEQUANTIZE = {
+    "reference": reference.dequantize,
+    "mosaic_gpu": mosaic_gpu.dequantize,
+    "mosaic_tpu": mosaic_tpu.dequantize,
+}
 
 
 def quantize(x, rotation=None, *, format: str, implementation: str | None = None):

@@ -12,7 +12,8 @@ def quantize(x, rotation=None, *, format: str):
     if rotation is not None:
         x = rotate(x, *rotation)
     x = x.astype(jnp.float32)
-    amax = jnp.maximum(_amax(jnp.abs(x), f), jnp.float32(f.floor))
+    # A maximum drops NaN on CPU; inf gives the same scale.
+    amax = jnp.maximum(_amax(jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)), f), jnp.float32(f.floor))
     if f.scale == "e8m0":
         scales = bits.encode_e8m0_ceil(amax, f.largest)
     else:
@@ -45,7 +46,7 @@ def rotate(x, cos, sin):
 
 def _amax(size, f: Format):
     if f.rows == 1:
-        return size.reshape(*size.shape[:-1], -1, f.group).max(-1)
+        return size.reshape(*size.shape[:-1], size.shape[-1] // f.group, f.group).max(-1)
     *_, out, width = size.shape
     edges = [(0, 0)] * (size.ndim - 2) + [(0, -out % f.rows), (0, -width % f.group)]
     size = jnp.pad(size, edges)
