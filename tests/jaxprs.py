@@ -1,24 +1,32 @@
-"""Reads what a function would compute: every equation of its jaxpr, inner ones too."""
+"""Reads what a function would compute on a platform: every equation of its jaxpr, inner ones too."""
 
 import jax
 from jax.extend import core
 
-
-def equations(fn, *args):
-    """Traces fn(*args) and lists its equations."""
-    return list(_walk(jax.make_jaxpr(fn)(*args).jaxpr))
+from pallas_kernels import dispatch
 
 
-def _walk(jaxpr):
+def equations(fn, *args, platform="cpu"):
+    """Traces fn(*args) and lists its equations, those of the backends that serve `platform` among them."""
+    return list(_walk(jax.make_jaxpr(fn)(*args).jaxpr, platform))
+
+
+def _walk(jaxpr, platform):
     for equation in jaxpr.eqns:
         yield equation
-        for inner in core.jaxprs_in_params(equation.params):
-            yield from _walk(inner)
+        if equation.primitive is dispatch.run_p:
+            avals = [v.aval for v in equation.invars]
+            inner = [jax.make_jaxpr(dispatch.serving(platform, avals, **equation.params))(*avals).jaxpr]
+        else:
+            inner = core.jaxprs_in_params(equation.params)
+        for each in inner:
+            yield from _walk(each, platform)
 
 
-def result_shapes(fn, *args):
+def result_shapes(fn, *args, platform="cpu"):
     """The shapes of all intermediate results."""
-    return {v.aval.shape for equation in equations(fn, *args) for v in equation.outvars}
+    avals = [v.aval for equation in equations(fn, *args, platform=platform) for v in equation.outvars]
+    return {aval.shape for aval in avals if hasattr(aval, "shape")}  # tokens have none
 
 
 def indexed_axes(equation):

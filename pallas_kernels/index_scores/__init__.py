@@ -1,6 +1,6 @@
 """Lightning-indexer scores over packed index keys."""
 
-from pallas_kernels import dispatch
+from pallas_kernels import debug, dispatch
 from pallas_kernels.index_scores import mosaic_gpu, mosaic_tpu, reference
 
 BACKENDS = {
@@ -36,7 +36,6 @@ def index_scores(
       f32 [B, T, ceil(S / block_size)]; -inf where nothing is visible; a NaN score counts as -inf. Products are exact,
       sums accumulate in float32 in the backend's order. ReLU makes exact zeros common, and those are exact.
     """
-    return dispatch.run(
-        "index_scores", BACKENDS, implementation, query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, visible_BT,
-        format=format, block_size=block_size,
-    )  # fmt: skip
+    arrays = query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, visible_BT
+    debug.report_nans("index_scores", reference.count_nans, *arrays, format=format)
+    return dispatch.run("index_scores", BACKENDS, implementation, *arrays, format=format, block_size=block_size)

@@ -45,6 +45,27 @@ def _score_tiles(query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, visible_BT, *, f
     return best if short == 0 else best.at[..., -1:].set(score(S - short, short))
 
 
+def count_nans(query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, visible_BT, *, format):
+    """How many visible scores of each query are NaN: i32 [B, T]."""
+    S = codes_BSJ.shape[1]
+    tile = min(S, KEY_TILE)
+    if S == 0:
+        return jnp.zeros(visible_BT.shape, jnp.int32)
+
+    def count(query, weight, visible):
+        def add(i, total):
+            first = jnp.minimum(i * tile, S - tile)  # the last tile is moved back, and counts what no other has
+            planes = (lax.dynamic_slice_in_dim(plane, first, tile, axis=1) for plane in (codes_BSJ, scales_BSG))
+            scores = weighted_relu("btij,bsj->btis", query, weight, *planes, format=format)
+            entry = first + jnp.arange(tile, dtype=jnp.int32)
+            counts = jnp.isnan(scores) & (entry >= i * tile) & (entry < visible[..., None])
+            return total + counts.sum(-1, dtype=jnp.int32)
+
+        return lax.fori_loop(jnp.int32(0), jnp.int32(-(-S // tile)), add, jnp.zeros(visible.shape, jnp.int32))
+
+    return by_query_block(count, QUERY_BLOCK, query_BTIJ, weight_BTI, visible_BT)
+
+
 def weighted_relu(subscripts: str, query_BTIJ, weight_BTI, codes, scales, *, format):
     """Sum over heads of weight x relu(query . key), float32."""
     keys = codes if format is None else dequantize(codes, scales, format=format, dtype=query_BTIJ.dtype)

@@ -2,7 +2,8 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch
+from pallas_kernels import debug, dispatch
+from pallas_kernels.block_max import reference as block_max
 from pallas_kernels.masked_topk import mosaic_gpu, mosaic_tpu, reference
 
 BACKENDS = {
@@ -31,5 +32,6 @@ def masked_topk(scores, length=None, *, k: int, implementation: str | None = Non
         return jnp.full((*rows, k), -1, jnp.int32)
     if length is None:
         length = jnp.full(rows, width, jnp.int32)
-    flat = dispatch.run("masked_topk", BACKENDS, implementation, scores.reshape(-1, width), length.reshape(-1), k=k)
-    return flat.reshape(*rows, k)
+    flat = scores.reshape(-1, width), length.reshape(-1)
+    debug.report_nans("masked_topk", block_max.count_nans, *flat)
+    return dispatch.run("masked_topk", BACKENDS, implementation, *flat, k=k).reshape(*rows, k)

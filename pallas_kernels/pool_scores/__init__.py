@@ -1,6 +1,6 @@
 """Lightning-indexer scores inside each query's candidate pool only: the cost does not grow with the context."""
 
-from pallas_kernels import dispatch
+from pallas_kernels import debug, dispatch
 from pallas_kernels.pool_scores import mosaic_gpu, mosaic_tpu, reference
 
 BACKENDS = {
@@ -33,7 +33,6 @@ def pool_scores(
       f32 [B, T, C * block_size]; position c * block_size + i is entry block_BTC[..., c] * block_size + i; -inf where
       that is invisible, past S or of no block, and where the score is NaN.
     """
-    return dispatch.run(
-        "pool_scores", BACKENDS, implementation, query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, block_BTC, visible_BT,
-        format=format, block_size=block_size,
-    )  # fmt: skip
+    arrays = query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, block_BTC, visible_BT
+    debug.report_nans("pool_scores", reference.count_nans, *arrays, format=format, block_size=block_size)
+    return dispatch.run("pool_scores", BACKENDS, implementation, *arrays, format=format, block_size=block_size)

@@ -6,7 +6,6 @@ chip's number of threads.
 """
 
 import functools
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +72,8 @@ def sinkhorn(logits_RM, *, streams: int, iterations: int, eps: float):
 
 def total(values):
     """Their sum, from the left."""
-    return functools.reduce(operator.add, values)
+    first, *rest = values
+    return sum(rest, first)
 
 
 def by_rows(comb, eps):
