@@ -4,7 +4,7 @@ One thread block of four warpgroups serves one query, or one of several ranges o
 come in chunks of 64, window rows first; two chunks of 64 KB lie in shared memory at a time, swizzled for wgmma.
 
 - The fetcher: each lane reads its row's index, then 64 to 128 bytes of that row's codes, expands them by integer
-  arithmetic and stores bf16; the next chunk's bytes are under way meanwhile. A missing row is written as zeros, so
+  arithmetic and stores bf16; the bytes of its next load are under way meanwhile. A missing row is written as zeros, so
   that what lies behind it cannot spread, and its bias, which is added to scores, as -inf.
 - The scorer: scores of 64 heads x 64 rows, the running maximum and sum of an online softmax in base 2 that starts from
   the sink (maximum = sink, sum = 1, output = 0: a query without rows gets exactly 0), weights in bf16.

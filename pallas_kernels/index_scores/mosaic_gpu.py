@@ -7,9 +7,9 @@ sixth (fourth, third) tile on its own:
 
 1. Each thread copies its own keys' bytes, several tiles ahead, and reads only what it copied: no barrier is needed.
    Thread g of a quad owns the 16 bytes of scale group g of two keys, so one scale serves all of its values.
-2. A 32-bit word of 8 nibbles becomes four registers of two bfloat16: masks and a multiplication put a code's bits at the
-   bottom of the exponent, where they are the value times 2^-126; two exact multiplications bring 2^126 and the group's scale.
-   Which channel lands in which column follows from the nibbles' order; the queries' channels are permuted to match.
+2. A 32-bit word of 8 nibbles becomes four registers of two bfloat16: masks and a multiplication put a code's bits at
+   the bottom of the exponent, where they are the value times 2^-126; exact multiplications bring 2^126 and the group's
+   scale. Which channel lands in which column follows from the nibbles' order; the queries are permuted to match.
 3. wgmma: 64 keys (registers) x 128 channels x 32 heads of 1, 2 or 4 queries (shared memory), accumulated in float32.
 4. In registers: ReLU, times the head's weight, sum over heads (columns, then the four threads of a quad), mask, maximum
    over the keys of a block, store. A NaN passes the ReLU and loses against -inf.
