@@ -18,6 +18,7 @@ from pallas_kernels.sinkhorn import sinkhorn
 
 OPERATIONS = operations()
 EVERY = pytest.mark.parametrize("op", OPERATIONS.values(), ids=OPERATIONS.keys())
+BF16 = 2.0**-7  # of the largest: where XLA sums in other orders, results that are rounded to bfloat16 differ by a step
 
 
 def equal(got, want):
@@ -128,7 +129,8 @@ def test_only_gpus_of_capability_9_get_kernels(major, kernel, monkeypatch):
 
 
 def test_a_program_for_two_platforms_holds_both():
-    exported = jax.export.export(jax.jit(lambda s: masked_topk(s, k=3)), platforms=["cpu", "tpu"])(jnp.ones((4, 256)))
+    here = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    exported = jax.export.export(jax.jit(lambda s: masked_topk(s, k=3)), platforms=[here, "tpu"])(jnp.ones((4, 256)))
     assert KERNEL_MARK["tpu"] in exported.mlir_module()
     np.testing.assert_array_equal(exported.call(jnp.ones((4, 256))), [[0, 1, 2]] * 4)
 
@@ -156,7 +158,11 @@ def differentiable(op):
 def test_the_gradient_is_that_of_the_reference(name):
     loss, floats = differentiable(OPERATIONS[name])
     got = jax.jit(jax.grad(loss))(floats)
-    equal(got, jax.jit(jax.grad(functools.partial(loss, implementation="reference")))(floats))
+    want = jax.jit(jax.grad(functools.partial(loss, implementation="reference")))(floats)
+    if jax.default_backend() == "cpu":
+        equal(got, want)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(*(np.asarray(x, np.float64) for x in (a, b)), rtol=0, atol=BF16 * jnp.abs(b).max())
     assert all(jnp.any(g != 0) for g in got)
 
 
