@@ -66,8 +66,11 @@ def fragment(values, shape, layout, dtype, signed=None):
     )
 
 
-def copy_keys(codes_BSJ, scales_BSG, codes_smem, scales_smem, slot, sequence, key):
-    """Starts the copies of the 16 code bytes and the 4 scale bytes of this thread's two keys."""
+def copy_keys(codes_BSJ, scales_BSG, codes_smem, scales_smem, slot, sequence, key, whole):
+    """Starts the copies of the 16 code bytes and the 4 scale bytes of this thread's two keys.
+
+    `whole` says that a tile's keys are neighbours and all there: else each has its own address, and is kept in bounds.
+    """
     keys = codes_BSJ.shape[1]
 
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, SCALAR, SCALAR, ROWS))
@@ -79,12 +82,14 @@ def copy_keys(codes_BSJ, scales_BSG, codes_smem, scales_smem, slot, sequence, ke
             source = add(address(plane), arith.muli(first, const(key_bytes, 64)))
             source = add(source, wide(arith.muli(lanes()[2], const(group_bytes))))
             for half, one in enumerate(per_thread(key)):
-                one = arith.minsi(one, const(keys - 1))  # what is not a key is read in bounds, then masked
                 bytes_ = group_bytes or key_bytes
                 target = add(address(smem), arith.muli(own(slot, half), const(bytes_)))
                 kind = "cg" if bytes_ == 16 else "ca"
-                at = add(source, arith.muli(wide(one), const(key_bytes, 64)))
-                asm(f"cp.async.{kind}.shared.global [$0], [$1], {bytes_};", "", target, at)
+                if not whole or half == 0:
+                    one = one if whole else arith.minsi(one, const(keys - 1))  # what is not a key is masked later
+                    at = add(source, arith.muli(wide(one), const(key_bytes, 64)))
+                offset = 8 * key_bytes if whole and half else 0
+                asm(f"cp.async.{kind}.shared.global [$0], [$1 + {offset}], {bytes_};", "", target, at)
 
     copy(codes_BSJ, scales_BSG, codes_smem, scales_smem, slot, sequence, key)
 

@@ -31,7 +31,7 @@ from pallas_kernels.index_scores import hopper_store, hopper_tile
 from pallas_kernels.index_scores.hopper_tile import CHANNELS, GROUP, HEADS, ROWS, TILE
 
 # warpgroups by queries per wgmma: 6 x 80, 4 x 128 or 3 x 168 registers a thread; stages: tiles in flight for each one
-TUNING = {"hopper": {"blocks": 132, "warpgroups": {1: 6, 2: 4, 4: 3}, "stages": 4, "row": 16, "fill": 8192}}
+TUNING = {"hopper": {"blocks": 132, "warpgroups": {1: 5, 2: 4, 4: 3}, "stages": 2, "row": 16, "fill": 8192}}
 HOPPER = TUNING["hopper"]
 
 
@@ -85,6 +85,7 @@ def index_scores(query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, visible_BT, *, f
     out_QM = score_rows(
         query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, visible_BT, first_R, M, keys_at=keys_at, fill=fill,
         row_of=row_of, first_of=lambda first, row: first[row], rows=rows, row=row, step=step, block_size=block_size,
+        whole=S % TILE == 0,
     )  # fmt: skip
     return out_QM.reshape(B, T, M)
 
@@ -112,7 +113,7 @@ def check(query_BTIJ, codes_BSJ, format):
 
 def score_rows(
     query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, visible_BT, extra, width, *, keys_at, fill, row_of, first_of, rows,
-    row, step, block_size,
+    row, step, block_size, whole=False,
 ):  # fmt: skip
     """Scores places 0, 1, ... of every row of queries, one [TILE] of places at a time: f32 [B * T, width].
 
@@ -123,6 +124,7 @@ def score_rows(
       row_of, first_of: (extra, tile) -> row; (extra, row) -> its first tile, in the order of all rows.
       fill: (extra, visible, out, worker, workers) stores what no tile covers, or None.
       rows, row, step: rows of a sequence, queries in a row, queries in one wgmma.
+      whole: the keys of every tile are neighbours and below S.
     """
     (B, T), S = visible_BT.shape, codes_BSJ.shape[1]
     blocks, warpgroups, stages = HOPPER["blocks"], HOPPER["warpgroups"][step], HOPPER["stages"]
@@ -172,7 +174,8 @@ def score_rows(
                 @pl.when(tile < mine)
                 def _():
                     key = keys_of(tile)[1]
-                    hopper_tile.copy_keys(codes, scales, codes_smem, scales_smem, slot_of(i, j), sequence, key)
+                    smem = codes_smem, scales_smem, slot_of(i, j)
+                    hopper_tile.copy_keys(codes, scales, *smem, sequence, key, whole)
 
                 hopper_tile.commit_copies()
 
