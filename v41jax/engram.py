@@ -74,16 +74,22 @@ def token_map(tokenizer_file: str | pathlib.Path, cfg: Config) -> np.ndarray:
             f"{tokenizer_file} has {known} tokens; vocab_size={cfg.vocab_size} and "
             f"engram_pad_token_id={cfg.engram_pad_token_id} do not fit it"
         )
-    seen: dict[str, int] = {}
-    ids = [seen.setdefault(_normal_form(tokenizer, token), len(seen)) for token in range(known)]
+    ids = compressed_ids(tokenizer)
     out = np.full(cfg.vocab_size, ids[cfg.engram_pad_token_id], np.int32)
     out[:known] = ids
-    if len(seen) != cfg.engram_compressed_vocab_size:
+    if max(ids) + 1 != cfg.engram_compressed_vocab_size:
         raise ValueError(
-            f"{tokenizer_file} compresses to {len(seen)} ids, but engram_compressed_vocab_size="
+            f"{tokenizer_file} compresses to {max(ids) + 1} ids, but engram_compressed_vocab_size="
             f"{cfg.engram_compressed_vocab_size}; it is not the tokenizer this model was trained with"
         )
     return out
+
+
+def compressed_ids(tokenizer) -> list[int]:
+    """Numbers the tokens of a tokenizer by their normalised text, in order of first appearance: one id per token."""
+    seen: dict[str, int] = {}
+    known = tokenizer.get_vocab_size(with_added_tokens=True)
+    return [seen.setdefault(_normal_form(tokenizer, token), len(seen)) for token in range(known)]
 
 
 def _normal_form(tokenizer, token: int) -> str:
