@@ -155,8 +155,9 @@ def test_momentum_is_nesterov_with_bias_correction():
     first, second = (np.asarray(leaves(weights(seed))[name], np.float64) for seed in (1, 2))
     transformation = optimizer.make_optimizer(STAGE, PARAMS, cfg=CFG, weight_decay=0.0)
     state = transformation.init(PARAMS)
+    step = jax.jit(transformation.update)
     for grads in (GRADS, {**weights(2), "token_map": GRADS["token_map"]}):
-        out, state = transformation.update(grads, state, PARAMS)
+        out, state = step(grads, state, PARAMS)
     momentum = beta * (1 - beta) * first + (1 - beta) * second
     ahead = beta * momentum / (1 - beta**3) + (1 - beta) * second / (1 - beta**2)
     want = -0.02 * 0.18 * np.sqrt(max(first.shape)) * newton_schulz(ahead)
@@ -214,9 +215,9 @@ def test_the_state_counts_every_step():
         Stage(steps=4, warmup_steps=4, learning_rate=1.0), PARAMS, cfg=CFG, weight_decay=0.0
     )
     state, params = transformation.init(PARAMS), PARAMS
-    moves = []
+    step, moves = jax.jit(transformation.update), []
     for _ in range(3):
-        out, state = transformation.update(GRADS, state, params)
+        out, state = step(GRADS, state, params)
         moves.append(float(jnp.abs(out["norm"]).max()))
         params = optax.apply_updates(params, out)
     np.testing.assert_allclose(moves, [0, 0.25, 0.5], rtol=1e-5)

@@ -162,6 +162,8 @@ def difference(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> 
         if key == "stages" and isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
             for a, b in zip(old, new, strict=True):
                 out += difference(a, b, f"stage {b['name']!r}: ")
+        elif isinstance(old, dict) and isinstance(new, dict):
+            out += difference(old, new, f"{prefix}{key}.")
         elif old != new:
             out.append(f"{prefix}{key} was {old!r} and is {new!r}")
     return out
