@@ -45,6 +45,14 @@ class Span:
         """i32 entries each query sees: its own group counts once complete; 0 for padding."""
         return jnp.where(self.valid_BT, (self.position_BT + 1) // ratio, 0)
 
+    def first_BT(self, ratio: int) -> None:
+        """The first entry each query may see; None: entry 0. Packed documents (`training`) start further on."""
+        del ratio
+
+    @property
+    def reach_BT(self) -> None:
+        """Tokens that may be looked back on from each; None: all the state remembers."""
+
     def last(self, width: int):
         """Keeps the last `width` tokens of each row: the shorter span, and a function that crops arrays [B, T, ...]."""
         if width >= self.width:

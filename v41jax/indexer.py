@@ -53,9 +53,14 @@ def specs(cfg: Config, layer: LayerSpec) -> Specs:
     return out
 
 
+def index_key(params, latent_BGH, *, cfg: Config):
+    """Projects latents to index keys [B, G, J], not yet rotated or rounded."""
+    return rms_norm(project(latent_BGH, params["wk"]), params["k_norm"], cfg.rms_norm_eps)
+
+
 def index_keys(params, latent_BGH, position_BG, *, frequency, cfg: Config) -> Packed:
     """Makes one index key per entry from its latent before RoPE; all heads share it. Returns Packed [B, G, J]."""
-    key = rms_norm(project(latent_BGH, params["wk"]), params["k_norm"], cfg.rms_norm_eps)
+    key = index_key(params, latent_BGH, cfg=cfg)
     return quant.rotate_quantize(key, turn(position_BG, frequency), cfg.formats.index)
 
 
@@ -115,26 +120,33 @@ def select(params, x_BTD, latent_BTR, keys: Packed, carried: Selection | None, *
       the new Selection.
     Source: report 2.3.2; reference `Indexer`, with section 11's corrections 2 and 3.
     """
-    position_BT, visible_BT = span.position_BT, span.visible_BT(layer.ratio)
+    position_BT, visible_BT, first_BT = span.position_BT, span.visible_BT(layer.ratio), span.first_BT(layer.ratio)
     query_BTIJ, weight_BTI = index_queries(params, x_BTD, latent_BTR, position_BT, frequency=frequency, cfg=cfg)
     k = min(cfg.index_topk, keys.codes.shape[1])
     block_BTC = carried.block_BTC if carried is not None and layer.scores_candidates else None
 
-    def select_block(query, weight, visible, block):
+    def own(scores, first, width):
+        """Hides what stands before a document's first entry, which is the first of a block."""
+        if first is None:
+            return scores
+        position = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+        return jnp.where(position >= (first // width)[..., None], scores, -jnp.inf)
+
+    def select_block(query, weight, visible, block, first):
         if block is not None:
             return Selection(select_in_blocks(query, weight, keys, block, visible, k=k, cfg=cfg), block)
         size = cfg.candidate_block_size
         planes = (keys.codes, keys.scales, visible)
         if -(-keys.codes.shape[1] // size) <= max(k, FEW_BLOCKS):  # choosing blocks first would leave nothing out
-            scores = index_scores(query, weight, *planes, format=keys.format)
+            scores = own(index_scores(query, weight, *planes, format=keys.format), first, 1)
             entry = masked_topk(scores, visible, k=k)
             best = block_max(scores, visible, block_size=size) if layer.builds_candidates else None
         else:
-            best = index_scores(query, weight, *planes, format=keys.format, block_size=size)
+            best = own(index_scores(query, weight, *planes, format=keys.format, block_size=size), first, size)
             # The k best entries lie in the k best blocks (section 6), so no score of the others is ever needed again.
-            own = masked_topk(best, -(-visible // size), k=k)
-            entry = select_in_blocks(query, weight, keys, own, visible, k=k, cfg=cfg)
+            kept = masked_topk(best, -(-visible // size), k=k)
+            entry = select_in_blocks(query, weight, keys, kept, visible, k=k, cfg=cfg)
         block = candidate_blocks(best, visible, cfg=cfg) if layer.builds_candidates else None
         return Selection(entry, block)
 
-    return by_query_block(select_block, QUERY_BLOCK, query_BTIJ, weight_BTI, visible_BT, block_BTC)
+    return by_query_block(select_block, QUERY_BLOCK, query_BTIJ, weight_BTI, visible_BT, block_BTC, first_BT)

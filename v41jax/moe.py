@@ -57,25 +57,33 @@ def route(params, x_TD, *, top: int, cfg: Config) -> Routes:
 
     Source: reference `Gate`.
     """
-    logits = project(x_TD, params["weight"], dtype=jnp.float32) / jnp.float32(cfg.gate_temp)
-    return choose(logits, params["bias"], top=top, cfg=cfg)
+    return choose(router_logits(params, x_TD, cfg=cfg), params["bias"], top=top, cfg=cfg)
+
+
+def router_logits(params, x_TD, *, cfg: Config):
+    """Projects to f32 [..., E], divided by the temperature."""
+    return project(x_TD, params["weight"], dtype=jnp.float32) / jnp.float32(cfg.gate_temp)
 
 
 def choose(logits_TE, bias_E, *, top: int, cfg: Config) -> Routes:
     """Scores router logits and picks; see `route`."""
-    if cfg.scoring_func == "sqrtsoftplus":
-        # Far below 0 softplus is exp, and underflows where the root's gradient would be NaN: take exp's root there.
-        low = logits_TE < -30
-        scores = jnp.where(low, jnp.exp(logits_TE / 2), jnp.sqrt(jax.nn.softplus(jnp.where(low, -30.0, logits_TE))))
-    elif cfg.scoring_func == "sigmoid":
-        scores = jax.nn.sigmoid(logits_TE)
-    else:
-        scores = jax.nn.softmax(logits_TE, axis=-1)
+    scores = score(logits_TE, cfg=cfg)
     _, expert = lax.top_k(scores + bias_E, top)
     weight = jnp.take_along_axis(scores, expert, axis=-1)
     if top > 1 and cfg.norm_topk_prob:
         weight = weight / (weight.sum(-1, keepdims=True) + jnp.float32(1e-20))
     return Routes(expert.astype(jnp.int32), weight * jnp.float32(cfg.routed_scaling_factor))
+
+
+def score(logits_TE, *, cfg: Config):
+    """Turns router logits into the scores of experts, f32, 0 or more."""
+    if cfg.scoring_func == "sqrtsoftplus":
+        # Far below 0 softplus is exp, and underflows where the root's gradient would be NaN: take exp's root there.
+        low = logits_TE < -30
+        return jnp.where(low, jnp.exp(logits_TE / 2), jnp.sqrt(jax.nn.softplus(jnp.where(low, -30.0, logits_TE))))
+    if cfg.scoring_func == "sigmoid":
+        return jax.nn.sigmoid(logits_TE)
+    return jax.nn.softmax(logits_TE, axis=-1)
 
 
 def moe(params, x_BTD, *, top: int, cfg: Config):
