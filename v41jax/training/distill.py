@@ -1,0 +1,151 @@
+"""What attention teaches the indexer: the mass each head gives to every entry, in logarithms (training.md).
+
+A head's softmax runs over its whole denominator: window rows, the entries it attends to, and the sink. Work goes in
+blocks of queries, so that nothing is ever made for all queries and all entries.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.blocks import by_query_block
+from pallas_kernels.gather_attention.reference import EXACT, gather
+from pallas_kernels.index_scores.reference import weighted_relu
+from v41jax import quant
+from v41jax.cache import take_rows
+from v41jax.quant import Packed
+from v41jax.training import losses
+from v41jax.training.packing import Documents
+
+QUERY_BLOCK = 32  # queries at a time: bounds [B, QUERY_BLOCK, N, entries]
+
+
+class Lesson(NamedTuple):
+    """One layer's attention, as it teaches: float [B, T, N, H], f32 [N], and its window rows [B, T, H]."""
+
+    query_BTNH: jax.Array
+    sink_N: jax.Array
+    window: Packed
+
+
+class Pupil(NamedTuple):
+    """One indexer, differentiable: index queries [B, T, I, J], f32 weights [B, T, I], keys [B, S, J]."""
+
+    query_BTIJ: jax.Array
+    weight_BTI: jax.Array
+    key_BSJ: jax.Array
+
+
+class Range(NamedTuple):
+    """The entries a query may see, i32 [B, T]: from `first` up to below `visible`."""
+
+    first: jax.Array
+    visible: jax.Array
+
+    def seen(self, entries: int):
+        """bool [B, T, S]."""
+        entry = jnp.arange(entries, dtype=jnp.int32)
+        return (entry >= self.first[..., None]) & (entry < self.visible[..., None])
+
+
+def entry_range(documents: Documents, ratio: int) -> Range:
+    """Reads off what every query sees."""
+    return Range(documents.first_BT(ratio), documents.visible_BT(ratio))
+
+
+def _scores(lesson: Lesson, window_BTW, rows, seen_BTE):
+    """f32 scaled scores [B, T, N, W] and [B, T, N, E], -inf where not seen, and the log of each head's denominator.
+
+    `rows` are [B, E, H], the same for all queries, or [B, T, E, H].
+    """
+    query, scale = lesson.query_BTNH, jnp.float32(lesson.query_BTNH.shape[-1] ** -0.5)
+    planes = (lesson.window.codes, lesson.window.scales)
+    windows, seen_BTW = gather(planes, None, window_BTW, None, lesson.window.format, None, query.dtype)
+    subscripts = "btnh,beh->btne" if rows.ndim == 3 else "btnh,bteh->btne"
+    near = jnp.einsum("btnh,btwh->btnw", query, windows, **EXACT) * scale
+    far = jnp.einsum(subscripts, query, rows, **EXACT) * scale
+    near = jnp.where(seen_BTW[:, :, None], near, -jnp.inf)
+    far = jnp.where(seen_BTE[:, :, None], far, -jnp.inf)
+    sink = jnp.broadcast_to(lesson.sink_N[:, None], (*near.shape[:3], 1))
+    return near, far, windows, jax.nn.logsumexp(jnp.concatenate([near, far, sink], axis=-1), axis=-1)
+
+
+def log_mass(lessons: list[Lesson], window_BTW, rows, seen_BTE):
+    """Sums attention probabilities over heads and lessons: f32 [B, T, E] logarithms, -inf where not seen."""
+    parts = []
+    for lesson in lessons:
+        _, far, _, total = _scores(lesson, window_BTW, rows, seen_BTE)
+        parts.append(far - total[..., None])
+    return jax.nn.logsumexp(jnp.concatenate(parts, axis=2), axis=2)
+
+
+def attend_all(lesson: Lesson, window_BTW, entries: Packed, seen: Range):
+    """Attends to the window and to every visible entry: what `gather_attention` would with all of them selected."""
+    rows = quant.dequantize(entries, lesson.query_BTNH.dtype)
+
+    def attend(query, window, seen):
+        near, far, windows, total = _scores(lesson._replace(query_BTNH=query), window, rows, seen.seen(rows.shape[1]))
+        near, far = (jnp.exp(part - total[..., None]).astype(query.dtype) for part in (near, far))
+        out = jnp.einsum("btnw,btwh->btnh", near, windows, **EXACT) + jnp.einsum("btne,beh->btnh", far, rows, **EXACT)
+        return out.astype(query.dtype)
+
+    return by_query_block(attend, QUERY_BLOCK, lesson.query_BTNH, window_BTW, seen)
+
+
+def _blocks(fn, lessons: list[Lesson], *arrays_BT):
+    """Runs fn(lessons, *arrays) on blocks of queries, computing them again in the backward pass."""
+
+    @jax.checkpoint
+    def block(queries, *arrays):
+        own = [lesson._replace(query_BTNH=query) for lesson, query in zip(lessons, queries, strict=True)]
+        return fn(own, *arrays)
+
+    return by_query_block(block, QUERY_BLOCK, [lesson.query_BTNH for lesson in lessons], *arrays_BT)
+
+
+def sparse_kl(pupil: Pupil, lessons: list[Lesson], window_BTW, entries: Packed, entry_BTK):
+    """KL of every query over its selected entries: f32 [B, T], 0 where there is none."""
+
+    def block(lessons, query, weight, window, entry):
+        seen = entry >= 0
+        rows = quant.dequantize(take_rows(entries, entry), query.dtype)
+        # An entry that is not seen may hold anything.
+        mass = log_mass(lessons, window, jnp.where(seen[..., None], rows, 0), seen)
+        keys = jnp.where(seen[..., None], take_rows(pupil.key_BSJ, entry), 0)
+        scores = weighted_relu("btij,btsj->btis", query, weight, keys, None, format=None)
+        return losses.kl(mass, scores, seen)
+
+    return _blocks(block, lessons, pupil.query_BTIJ, pupil.weight_BTI, window_BTW, entry_BTK)
+
+
+def dense_kl(pupil: Pupil, lessons: list[Lesson], window_BTW, entries: Packed, seen: Range):
+    """KL of every query over all entries it sees: f32 [B, T], 0 where there is none."""
+    rows = quant.dequantize(entries, lessons[0].query_BTNH.dtype)
+
+    def block(lessons, query, weight, window, seen):
+        seen_BTE = seen.seen(rows.shape[1])
+        scores = weighted_relu("btij,bsj->btis", query, weight, pupil.key_BSJ, None, format=None)
+        return losses.kl(log_mass(lessons, window, rows, seen_BTE), scores, seen_BTE)
+
+    return _blocks(block, lessons, pupil.query_BTIJ, pupil.weight_BTI, window_BTW, seen)
+
+
+def recall(lessons: list[Lesson], window_BTW, entries: Packed, entry_BTK, seen: Range):
+    """The share of the mass of the K heaviest entries, dense attention, that the selection holds.
+
+    Returns:
+      f32 [B, T], and which queries count: those that see more than K entries, since the others select them all.
+    """
+    rows, K = quant.dequantize(entries, lessons[0].query_BTNH.dtype), entry_BTK.shape[-1]
+
+    def block(lessons, window, entry, seen):
+        seen_BTE = seen.seen(rows.shape[1])
+        mass = log_mass(lessons, window, rows, seen_BTE)
+        mass = jnp.where(seen_BTE.any(-1, keepdims=True), mass, 0)
+        mass = jnp.exp(mass - mass.max(-1, keepdims=True))
+        best = jax.lax.top_k(mass, K)[0].sum(-1)
+        held = jnp.where(entry >= 0, jnp.take_along_axis(mass, jnp.maximum(entry, 0), axis=-1), 0).sum(-1)
+        return held / best, seen_BTE.sum(-1) > K
+
+    return _blocks(block, lessons, window_BTW, entry_BTK, seen)

@@ -1,0 +1,41 @@
+"""The weights a training step computes with: master weights, rounded to what a checkpoint will hold if QAT is on.
+
+Caches and index queries are rounded by the model itself, as `cfg.formats` says. Which weights have a format is the
+config's: experts FP4, dense projections FP8, Engram tables FP8; gate, norms, hyper-connections, sinks, compressors and
+`weights_proj` have none.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from v41jax import model, quant, tree
+from v41jax.config import Config
+from v41jax.quant import Packed
+
+COMPUTED = ("embed", "head", "norm", "layers", "token_map")  # of the parameters; draft stages train on their own
+
+
+def compute_weights(master: model.Params, *, cfg: Config, dtype, weights: bool) -> model.Params:
+    """Makes the backbone's weights from float32 masters, differentiably.
+
+    Args:
+      master: plain arrays in the nesting of `model.specs`.
+      cfg: static.
+      dtype: of the activations.
+      weights: weight QAT: rounds what has a format, straight through (`quant.fake_quantize`).
+    Returns:
+      The weights in `dtype`, or float32 where the spec says so. An Engram table is a Packed of floats, whose rows are
+      looked up as packed ones are.
+    """
+
+    def one(path, spec: tree.ArraySpec, leaf):
+        value = quant.fake_quantize(leaf, spec.format) if weights else leaf
+        value = value.astype(spec.dtype or dtype)
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if name.endswith("engram.embed"):
+            return Packed(value, jnp.zeros((value.shape[0], 0), jnp.uint8), None)
+        return value
+
+    specs = {name: spec for name, spec in model.specs(cfg).items() if name in COMPUTED}
+    used = {name: master[name] for name in specs}
+    return jax.tree_util.tree_map_with_path(one, specs, used, is_leaf=tree.is_spec)
