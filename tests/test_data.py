@@ -137,6 +137,19 @@ def test_first_fit_prefers_the_oldest_open_row():
     assert data.plan_rows(np.cumsum([0, 5, 6, 3, 2]), 8) == [[(0, 5), (11, 14)], [(5, 11), (14, 16)]]
 
 
+def test_documents_begin_at_multiples():
+    lengths = [3, 20, 1, 8, 5, 8, 2, 17]
+    rows = data.PackedRows(made_of(lengths), 16, multiple=4)
+    seen = []
+    for number in range(len(rows)):
+        tokens, document = rows[number]["tokens_BT"], rows[number]["document_BT"]
+        assert all(np.flatnonzero(document == k)[0] % 4 == 0 for k in range(document.max() + 1))
+        seen += tokens[document >= 0].tolist()
+    assert sorted(seen) == list(range(sum(lengths)))
+    with pytest.raises(ValueError, match=r"row_length=18 is not a multiple of 4, .* try 20"):
+        data.PackedRows(made_of(lengths), 18, multiple=4)
+
+
 def test_rows_older_than_the_open_ones_are_closed(monkeypatch):
     monkeypatch.setattr(data, "OPEN_ROWS", 1)
     assert data.plan_rows(np.cumsum([0, 5, 6, 3]), 8) == [[(0, 5)], [(5, 11)], [(11, 14)]]

@@ -50,6 +50,7 @@ def test_settings_survive_toml_and_json(tmp_path):
         ("batch_size = 3\nmicro_batches = 2", "batch_size=3 is not a multiple of micro_batches=2"),
         ("row_length = 1", "row_length=1; it must be 2 or more"),
         ("passkey_share = 1.5", "passkey_share=1.5; it must be 0 to 1"),
+        ("clip = 0", "clip=0.0; it must be over 0"),
         ("kl_weight = -1", "kl_weight=-1.0; it must be 0 or more"),
         ("dtype = 'float16'", "dtype='float16'; legal are float32, bfloat16"),
         ("text = 'a'", "text='a'; it must be a list of strings"),

@@ -31,31 +31,36 @@ class RowSource(Protocol):
         ...
 
 
-def make_row(documents: Sequence[np.ndarray], row_length: int) -> Row:
-    """Lays documents side by side, numbered 0, 1, 2 ...; padding behind them."""
+def make_row(documents: Sequence[np.ndarray], row_length: int, *, multiple: int = 1) -> Row:
+    """Lays documents side by side, numbered 0, 1, 2 ..., each from a multiple of `multiple` on; padding between."""
     tokens_T, document_T = np.zeros(row_length, np.int32), np.full(row_length, -1, np.int32)
     start = 0
     for number, document in enumerate(documents):
         stop = start + len(document)
         assert stop <= row_length, (stop, row_length)
         tokens_T[start:stop], document_T[start:stop] = document, number
-        start = stop
+        start = _up(stop, multiple)
     return {"tokens_BT": tokens_T, "document_BT": document_T}
 
 
-def plan_rows(start_K: np.ndarray, row_length: int) -> list[list[tuple[int, int]]]:
+def _up(tokens: int, multiple: int) -> int:
+    return tokens + -tokens % multiple
+
+
+def plan_rows(start_K: np.ndarray, row_length: int, *, multiple: int = 1) -> list[list[tuple[int, int]]]:
     """Assigns every token to a row: for each row, the (start, stop) of its pieces."""
     rows: list[list[tuple[int, int]]] = []
     room: collections.OrderedDict[int, int] = collections.OrderedDict()  # open rows, oldest first
     for first, last in zip(start_K[:-1].tolist(), start_K[1:].tolist(), strict=True):
         for start in range(first, last, row_length):
-            length = min(last - start, row_length)
+            stop = min(start + row_length, last)
+            length = _up(stop - start, multiple)
             row = next((number for number, free in room.items() if free >= length), None)
             if row is None:
                 row = len(rows)
                 rows.append([])
                 room[row] = row_length
-            rows[row].append((start, start + length))
+            rows[row].append((start, stop))
             room[row] -= length
             if room[row] == 0:
                 del room[row]
@@ -67,12 +72,17 @@ def plan_rows(start_K: np.ndarray, row_length: int) -> list[list[tuple[int, int]
 class PackedRows:
     """The rows of a corpus."""
 
-    def __init__(self, corpus: Corpus, row_length: int):
-        """Plans the packing; see the module docstring."""
+    def __init__(self, corpus: Corpus, row_length: int, *, multiple: int = 1):
+        """Plans the packing; documents begin at multiples of `multiple` tokens, of which a row is some."""
         if row_length < 2:
             raise ValueError(f"row_length={row_length}; a row needs 2 tokens, one to see and one to predict")
-        self._tokens, self._row_length = corpus.tokens_N, row_length
-        self._rows = plan_rows(corpus.start_K, row_length)
+        if row_length % multiple:
+            raise ValueError(
+                f"row_length={row_length} is not a multiple of {multiple}, the compressed groups of a candidate block; "
+                f"try {_up(row_length, multiple)}"
+            )
+        self._tokens, self._row_length, self._multiple = corpus.tokens_N, row_length, multiple
+        self._rows = plan_rows(corpus.start_K, row_length, multiple=multiple)
 
     def __len__(self) -> int:
         """Rows there are."""
@@ -81,7 +91,7 @@ class PackedRows:
     def __getitem__(self, index: int) -> Row:
         """Cuts one row out of the corpus."""
         pieces = [self._tokens[start:stop] for start, stop in self._rows[index]]
-        return make_row(pieces, self._row_length)
+        return make_row(pieces, self._row_length, multiple=self._multiple)
 
     @property
     def filled(self) -> float:

@@ -16,8 +16,9 @@ import optax
 
 from v41jax.config import Config
 from v41jax.training.settings import Stage
+from v41jax.training.step import trainable
 
-Rule = Literal["muon", "embedding", "vector", "table", "fixed"]
+Rule = Literal["muon", "embedding", "vector", "table"]
 
 MOMENTUM = 0.95
 UPDATE_RMS = 0.18
@@ -34,8 +35,6 @@ MATRIX = optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)  # 
 def rule(name: str, shape: tuple[int, ...]) -> Rule:
     """Chooses what trains a parameter, by the dotted path of its spec and its shape."""
     *_, owner, last = ("", *name.split("."))
-    if name == "token_map" or (owner == "gate" and last.startswith("bias")):
-        return "fixed"  # the step moves the correction bias, by load and not by gradient
     if owner == "engram":
         return "table" if last == "embed" else "muon" if last == "wkv" else "vector"
     if name in EMBEDDINGS or f"{owner}.{last}" in EMBEDDINGS:
@@ -77,16 +76,13 @@ def path_name(path) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def labels(params, *, train: str = "all"):
-    """A tree like `params` with each leaf's Rule; with train="indexer" all but the indexers' weights are "fixed"."""
+def labels(params, *, kind: str):
+    """A tree like `params` with each leaf's Rule, or "fixed" for what a stage of this kind does not train."""
 
-    def label(path, leaf) -> Rule:
-        name = path_name(path)
-        if train == "indexer" and "attn.indexer." not in name:
-            return "fixed"
-        return rule(name, leaf.shape)
+    def label(path, leaf, trains: bool) -> str:
+        return rule(path_name(path), leaf.shape) if trains else "fixed"
 
-    return jax.tree_util.tree_map_with_path(label, params)
+    return jax.tree_util.tree_map_with_path(label, params, trainable(params, stage=kind))
 
 
 def make_optimizer(stage: Stage, params, *, cfg: Config, weight_decay: float) -> optax.GradientTransformation:
@@ -113,7 +109,7 @@ def make_optimizer(stage: Stage, params, *, cfg: Config, weight_decay: float) ->
         "table": adamw(0.0, TABLE_RATE),
         "fixed": optax.set_to_zero(),
     }
-    inner = optax.partition(rules, labels(params, train=stage.train))
+    inner = optax.partition(rules, labels(params, kind=stage.kind))
 
     def update(updates, state, params):
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of its int32 step count

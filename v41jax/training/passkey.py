@@ -30,13 +30,27 @@ class Passkey(NamedTuple):
 class PasskeyTask:
     """Makes passkey documents, and rows of them."""
 
-    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, *, cfg: Config, row_length: int, rows: int, seed: int):
-        """Takes filler from `corpus`; `rows` is only how many training rows count as one pass."""
+    def __init__(
+        self,
+        corpus: Corpus,
+        tokenizer: Tokenizer,
+        *,
+        cfg: Config,
+        row_length: int,
+        rows: int,
+        seed: int,
+        multiple: int = 1,
+    ):
+        """Takes filler from `corpus`; `rows` is only how many training rows count as one pass.
+
+        Documents of a training row begin at multiples of `multiple` tokens.
+        """
         special = [token for token in (cfg.bos_token_id, cfg.eos_token_id) if token is not None]
         self._filler = corpus.tokens_N[~np.isin(corpus.tokens_N, special)].astype(np.int32)
         if not self._filler.size:
             raise ValueError("the corpus holds special tokens only; passkeys need filler")
         self._tokenizer, self._row_length, self._rows, self._seed = tokenizer, row_length, rows, seed
+        self._multiple = multiple
         self._begin = np.array([] if cfg.bos_token_id is None else [cfg.bos_token_id], np.int32)
         worst = self.shortest
         if row_length < worst:
@@ -92,16 +106,20 @@ class PasskeyTask:
     def __getitem__(self, index: int) -> Row:
         """Makes a training row: 1, 2, 4 or 8 documents of equal length, each with as many keys as it draws."""
         draw = np.random.default_rng([self._seed, index])
-        counts = [n for n in (1, 2, 4, MOST_DOCUMENTS) if self._row_length // n >= self.shortest]
+        counts = [n for n in (1, 2, 4, MOST_DOCUMENTS) if self._length(n) >= self.shortest]
         count = int(draw.choice(counts))
-        length = self._row_length // count
+        length = self._length(count)
         most = min(len(NAMES), max(1, length // TOKENS_A_KEY), length // self.shortest)
         # Indices from 2**32 on are for training, so no document of an evaluation is one of a training row.
         documents = [
             self.document((1 << 32) + index * MOST_DOCUMENTS + n, length=length, keys=int(draw.integers(1, most + 1)))
             for n in range(count)
         ]
-        return make_row([document.tokens_T for document in documents], self._row_length)
+        return make_row([document.tokens_T for document in documents], self._row_length, multiple=self._multiple)
+
+    def _length(self, documents: int) -> int:
+        """Tokens of each of so many documents in a training row."""
+        return self._row_length // documents // self._multiple * self._multiple
 
 
 def _ask(name: str) -> str:

@@ -15,12 +15,11 @@ def _require(ok: bool, message: str):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One stage: what trains, how the indexer is taught, and the learning rate over its steps."""
+    """One stage: what trains, and the learning rate over its steps."""
 
     name: str = "sparse"
     steps: int = 10
-    train: Literal["all", "indexer"] = "all"  # indexer: the main model is frozen
-    selection: Literal["dense", "sparse"] = "sparse"  # dense: attention over all visible entries, KL over all of them
+    kind: Literal["warmup", "sparse"] = "sparse"  # warmup: indexers alone, on all visible entries; sparse: everything
     qat: bool = False  # rounds weights to FP8 and FP4 in the forward pass; caches are rounded in every stage
     learning_rate: float = 1e-3  # at its highest
     warmup_steps: int = 0  # linear from 0
@@ -38,7 +37,7 @@ class Stage:
 
 
 DEFAULT_STAGES = (
-    Stage(name="warmup", train="indexer", selection="dense"),
+    Stage(name="warmup", kind="warmup"),
     Stage(name="sparse"),
     Stage(name="qat", qat=True),
 )
@@ -69,6 +68,7 @@ class Settings:
     teacher: Literal["own", "group"] = dataclasses.field(
         default="group", metadata={"help": "who teaches an indexer: its own layer, or all that use its selection"}
     )
+    clip: float = dataclasses.field(default=1.0, metadata={"help": "largest norm of all gradients together"})
     save_every: int = dataclasses.field(default=10, metadata={"help": "steps between checkpoints"})
     keep: int = dataclasses.field(default=2, metadata={"help": "checkpoints kept"})
     stages: tuple[Stage, ...] = DEFAULT_STAGES
@@ -85,6 +85,7 @@ class Settings:
         for name in ("weight_decay", "kl_weight", "balance_weight", "bias_step"):
             value = getattr(self, name)
             _require(value >= 0, f"{name}={value}; it must be 0 or more")
+        _require(self.clip > 0, f"clip={self.clip}; it must be over 0")
         names = [stage.name for stage in self.stages]
         _require(bool(names), "there is no stage; give at least one [[stages]]")
         _require(len(names) == len(set(names)), f"stages are named {names}; names must differ")
