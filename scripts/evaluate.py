@@ -60,7 +60,9 @@ def evaluate(args) -> dict:
     caches = {"quantised": cfg, "plain": evaluation.without_quantized_caches(cfg)}
     pools = {"on": cfg, "off": evaluation.without_pool(cfg)} if cfg.candidate_source_layer_id is not None else {"": cfg}
     result = {"checkpoint": str(args.checkpoint), "loss": {}, "passkey": {pool: {} for pool in pools}}
-    with tqdm(total=len(caches) + len(pools) * len(args.lengths), desc="evaluate", disable=None, leave=False) as bar:
+    with tqdm(
+        total=1 + len(caches) + len(pools) * len(args.lengths), desc="evaluate", disable=None, leave=False
+    ) as bar:
         for name, config in caches.items():
             loss = evaluation.held_out_loss(
                 params, held_out, cfg=config, length=args.loss_length, pieces=args.pieces, batch_size=args.batch_size
@@ -73,6 +75,10 @@ def evaluate(args) -> dict:
                     params, task, cfg=config, length=length, count=args.passkeys, batch_size=args.batch_size
                 )
                 bar.update()
+        result["recall"] = evaluation.indexer_recall(
+            params, held_out, cfg=cfg, length=args.loss_length, rows=args.batch_size
+        )
+        bar.update()
     return result
 
 
@@ -80,6 +86,8 @@ def report(result: dict) -> None:
     """Prints the table."""
     for name, loss in result["loss"].items():
         print(f"held-out loss, {name} caches: {loss:.4f} nats a token ({result['loss_tokens']} tokens)")
+    for number, share in enumerate(result["recall"]):
+        print(f"recall of index source {number}: {100 * share:.1f} % of the attention mass of the heaviest entries")
     for pool, shares in result["passkey"].items():
         for length, share in shares.items():
             print(f"passkeys at {length:>7} tokens, pool {pool}: {100 * share:.1f} % right")

@@ -1,6 +1,6 @@
 """Fine-tunes a model with quantised caches and weights: indexer warm-up, sparse training, QAT.
 
-    python scripts/finetune_qat.py                                          # the tiny model that ships, a few steps
+    python scripts/finetune_qat.py                                          # a micro model, a few steps
     python scripts/finetune_qat.py --settings scripts/tiny.toml --model scripts/tiny --output runs/tiny
     python scripts/finetune_qat.py --model DIR --text FILE... --output runs/mine
 
@@ -13,9 +13,10 @@ import pathlib
 import sys
 import typing
 
-from v41jax.assets import BUILT_IN
 from v41jax.training.finetune import finetune, load_start
 from v41jax.training.settings import Settings, from_dict, read_settings
+
+MICRO = pathlib.Path(__file__).parent / "micro"
 
 
 def parse(argv):
@@ -24,9 +25,9 @@ def parse(argv):
     parser.add_argument(
         "--model",
         type=pathlib.Path,
-        default=BUILT_IN,
+        default=MICRO,
         help="directory in the released layout, or one with config.json and tokenizer.json alone for random weights"
-        " (default: the tiny model that ships)",
+        " (default: a micro model of 4 layers)",
     )
     output = pathlib.Path("runs/finetune")
     parser.add_argument("--output", type=pathlib.Path, default=output, help=f"directory of the run (default: {output})")

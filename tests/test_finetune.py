@@ -125,9 +125,13 @@ def _leaf(params, name):
     return params
 
 
+def _is_packed(leaf):
+    return isinstance(leaf, Packed)
+
+
 def _decoded(params):
-    packed = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Packed))
-    return [quant.dequantize(leaf, jnp.float32) if isinstance(leaf, Packed) else leaf for leaf in packed]
+    packed = jax.tree.leaves(params, is_leaf=_is_packed)
+    return [quant.dequantize(leaf, jnp.float32) if _is_packed(leaf) else leaf for leaf in packed]
 
 
 def test_the_tiny_model_fits_its_tokenizer_and_size():
@@ -141,6 +145,38 @@ def test_the_tiny_model_fits_its_tokenizer_and_size():
 
 
 # ---- scripts
+
+
+def test_a_micro_model_is_trained_and_exported(tmp_path, capsys):
+    settings = tmp_path / "settings.toml"
+    settings.write_text('save_every = 1\n[[stages]]\nname = "qat"\nqat = true\nsteps = 2\n')
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n" * 200)
+    argv = ["--settings", str(settings), "--output", str(tmp_path / "run"), "--text", str(tmp_path / "text.txt")]
+    script = load_script("finetune_qat")
+    assert script.main([*argv, "--row-length", "64"]) == 0
+    records = progress.read_metrics(tmp_path / "run")
+    assert [record["step"] for record in records] == [1, 2] and records[1]["loss"] < records[0]["loss"]
+    assert all((tmp_path / "run" / f"{name}.png").is_file() for name in ("loss", "kl", "expert_load"))
+    cfg, params = load_checkpoint(tmp_path / "run" / "model", dtype=jnp.bfloat16)
+    assert cfg == config_json.load_config(SCRIPTS / "micro")
+    packed = [leaf.format for leaf in jax.tree.leaves(params, is_leaf=_is_packed) if _is_packed(leaf)]
+    assert {"fp4_e8m0_32", "fp8_e8m0_32x32", "fp8_e8m0_32"} == set(packed)
+    assert script.main(argv) == 2
+    assert "so this run is finished" in capsys.readouterr().err
+
+
+def test_the_command_line_overrides_the_file_and_says_its_defaults(tmp_path, capsys):
+    script = load_script("finetune_qat")
+    path = tmp_path / "settings.toml"
+    path.write_text("batch_size = 4\nseed = 3\n")
+    settings = script.collect(script.parse(["--settings", str(path), "--seed", "9", "--steps", "1", "2", "3"]))
+    assert (settings.batch_size, settings.seed, [stage.steps for stage in settings.stages]) == (4, 9, [1, 2, 3])
+    assert script.main(["--steps", "1"]) == 2
+    assert "--steps gives 1 numbers for 3 stages" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        script.parse(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "(default: 0.2)" in shown and "(default: float32)" in shown
 
 
 def test_a_tokenizer_is_trained_from_the_command_line(tmp_path, capsys):

@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from v41jax import config, forward, init_cache, prefill
+from v41jax import config
+from v41jax.cache import init_cache
 from v41jax.config import Config
+from v41jax.inference import forward, prefill
 from v41jax.model import Params, run
+from v41jax.training import data, export, packing, qat
+from v41jax.training import forward as training_forward
 from v41jax.training.corpus import Corpus, documents
 from v41jax.training.passkey import PasskeyTask
 
@@ -68,6 +72,25 @@ def held_out_loss(params: Params, corpus: Corpus, *, cfg: Config, length: int, p
         total += float(_piece_loss(params, tokens_BT, lengths_B, cfg=cfg))
         count += int(np.sum(np.maximum(lengths_B - 1, 0)))
     return Loss(total / count, count)
+
+
+def indexer_recall(params: Params, corpus: Corpus, *, cfg: Config, length: int, rows: int) -> list[float]:
+    """Measures what share of the attention mass of the K heaviest entries each index source selects.
+
+    Args:
+      params, cfg: a released model.
+      corpus: held-out documents, packed into rows.
+      length: tokens of a row, rounded up to whole candidate blocks.
+      rows: how many rows, one batch.
+    Returns:
+      A mean for each index source, over the queries that see more entries than are selected; NaN where none does.
+    """
+    multiple = packing.multiple(cfg)
+    source = data.PackedRows(corpus, length + -length % multiple, multiple=multiple)
+    batch = next(data.valid_batches(source, batch_size=min(rows, len(source))))
+    weights = qat.compute_weights(export.to_master(params), cfg=cfg, dtype=jnp.float32, weights=False)
+    measure = jax.jit(training_forward.indexer_recall, static_argnames="cfg")
+    return np.asarray(measure(weights, batch, cfg=cfg)).tolist()
 
 
 @functools.partial(jax.jit, static_argnames="cfg", donate_argnames="cache")

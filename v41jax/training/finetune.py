@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from tokenizers import Tokenizer
 
-from v41jax import checkpoint, config_json, engram, load_checkpoint, model
+from v41jax import checkpoint, config_json, engram, model
 from v41jax.config import Config
 from v41jax.release import TOKENIZER
 from v41jax.text import load_tokenizer
@@ -38,7 +38,7 @@ def load_start(directory: pathlib.Path, *, seed: int) -> Start:
     """
     cfg, tokenizer = config_json.load_config(directory), load_tokenizer(directory)
     if any(directory.glob("*.safetensors")):
-        _, params = load_checkpoint(directory, dtype=jnp.float32)
+        _, params = checkpoint.load_checkpoint(directory, dtype=jnp.float32)
         return Start(cfg, export.to_master(params), directory, tokenizer)
     params = export.to_master(model.init_params(cfg, jax.random.key(seed)))
     if cfg.engram_layer_ids:
