@@ -48,7 +48,12 @@ def lesson_arrays(seed, B=2, T=5, N=3, H=4, W=2, S=7, I=2, J=4):  # noqa: E741
 def parts(a):
     lesson = Lesson(jnp.asarray(a["query"]), jnp.asarray(a["sink"]), quant.quantize(jnp.asarray(a["window"]), None))
     pupil = Pupil(*(jnp.asarray(a[name]) for name in ("index_query", "weight", "key")))
-    return lesson, pupil, quant.quantize(jnp.asarray(a["entry"]), None), Range(jnp.asarray(a["first"]), jnp.asarray(a["visible"]))
+    return (
+        lesson,
+        pupil,
+        quant.quantize(jnp.asarray(a["entry"]), None),
+        Range(jnp.asarray(a["first"]), jnp.asarray(a["visible"])),
+    )
 
 
 def oracle_query(arrays, b, t, seen):

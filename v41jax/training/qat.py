@@ -29,7 +29,9 @@ def compute_weights(master: model.Params, *, cfg: Config, dtype, weights: bool) 
     """
 
     def one(path, spec: tree.ArraySpec, leaf):
-        value = quant.fake_quantize(leaf, spec.format) if weights else leaf
+        value = leaf
+        if weights and spec.format:  # the barrier keeps XLA from rounding again in each product that reads it
+            value = jax.lax.optimization_barrier(quant.fake_quantize(leaf, spec.format))
         value = value.astype(spec.dtype or dtype)
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if name.endswith("engram.embed"):
