@@ -47,7 +47,7 @@ def parse(argv):
                 choices=choices,
                 nargs="*" if many else None,
                 default=argparse.SUPPRESS,
-                help=f"{field.metadata['help']} (default: {' '.join(field.default) if many else field.default})",
+                help=f"{field.metadata['help']} (default: {'none' if many else field.default})",
             )
     group.add_argument("--steps", type=int, nargs="+", metavar="N", help="steps of each stage (default: the file's)")
     return parser.parse_args(argv)

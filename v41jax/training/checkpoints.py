@@ -67,7 +67,7 @@ class Checkpoints:
         step = self.latest
         if step is None:
             raise ValueError(f"{self._manager.directory} holds no complete checkpoint to resume from")
-        about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
+        about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
         differences = difference(about["settings"], self._now)
         if differences:
             raise ValueError(
@@ -79,7 +79,7 @@ class Checkpoints:
             for name, array in _named(like).items()
         }
         arguments = ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
-        arrays = self._manager.restore(step, args=ocp.args.Composite(state=arguments)).state
+        arrays = self._manager.restore(step, args=ocp.args.Composite(state=arguments))["state"]
         leaves, structure = jax.tree.flatten(like)
         restored = [
             jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else array

@@ -96,6 +96,7 @@ def indexer_recall(params: Params, corpus: Corpus, *, cfg: Config, length: int, 
 @functools.partial(jax.jit, static_argnames="cfg", donate_argnames="cache")
 def _best_tokens(params, cache, tokens_BT, lengths_B, *, cfg: Config):
     logits, cache, _ = run(params, cache, tokens_BT, lengths_B, cfg=cfg, mode="full", read="all")
+    assert logits is not None  # only an encoder has none
     return jnp.argmax(logits, axis=-1), cache
 
 

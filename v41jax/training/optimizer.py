@@ -8,6 +8,7 @@ Muon takes each matrix on its own: a head of a query projection, an output group
 
 import collections
 import math
+from collections.abc import Hashable
 from typing import Literal
 
 import jax
@@ -102,7 +103,7 @@ def make_optimizer(stage: Stage, params, *, cfg: Config, weight_decay: float) ->
         b1, b2 = BETAS
         return optax.adamw(lambda step: factor * rate(step), b1=b1, b2=b2, eps=EPS, weight_decay=decay)
 
-    rules = {
+    rules: dict[Hashable, optax.GradientTransformation] = {
         "muon": _muon(rate, weight_decay, cfg),
         "embedding": adamw(weight_decay),
         "vector": adamw(0.0),
@@ -111,7 +112,7 @@ def make_optimizer(stage: Stage, params, *, cfg: Config, weight_decay: float) ->
     }
     inner = optax.partition(rules, labels(params, kind=stage.kind))
 
-    def update(updates, state, params):
+    def update(updates, state, params=None):
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of its int32 step count
             return inner.update(updates, state, params)
 
@@ -155,7 +156,7 @@ def _stack(weights, cfg: Config) -> dict[str, jax.Array]:
     return {name: jnp.concatenate(parts) for name, parts in groups.items()}
 
 
-def _unstack(groups: dict[str, jax.Array], like, cfg: Config):
+def _unstack(groups, like, cfg: Config):
     """Undoes `_stack` for weights of the shapes of `like`."""
     used = collections.Counter()
 
