@@ -172,8 +172,7 @@ def embed(params, ngram_BN, tokens_BT, *, span: Span, cfg: Config):
     Returns the Flow into layer 0 and the n-gram history after the call.
     """
     tokens_BT = jnp.where(span.valid_BT, tokens_BT, 0)
-    streams = jnp.repeat(params["embed"][tokens_BT][:, :, None], cfg.hc_mult, axis=2)
-    pre = jnp.zeros((*tokens_BT.shape, cfg.hc_mult), jnp.float32).at[..., 0].set(1)
+    streams, pre = look_up(params, tokens_BT, cfg=cfg)
     rows = ()
     if cfg.engram_layer_ids:
         ids, pad = params["token_map"][tokens_BT], params["token_map"][cfg.engram_pad_token_id]
@@ -182,6 +181,12 @@ def embed(params, ngram_BN, tokens_BT, *, span: Span, cfg: Config):
         rows = tuple(engram.hash_rows(ngram_BN, ids, pad, table=t, cfg=cfg, reach_BT=reach) for t in tables)
         ngram_BN = engram.remember(ngram_BN, ids, span.length_B)
     return Flow(streams, pre, None, rows), ngram_BN
+
+
+def look_up(params, tokens_BT, *, cfg: Config):
+    """Looks up tokens; returns streams [B, T, Z, D], all alike, and the f32 mix [B, T, Z] that takes the first."""
+    streams = jnp.repeat(params["embed"][tokens_BT][:, :, None], cfg.hc_mult, axis=2)
+    return streams, jnp.zeros((*tokens_BT.shape, cfg.hc_mult), jnp.float32).at[..., 0].set(1)
 
 
 def run_layer(weights, flow: Flow, window: Packed, pool, *, span: Span, held_B, first_B, keeps: int, layer, cfg):
@@ -201,17 +206,17 @@ def run_layer(weights, flow: Flow, window: Packed, pool, *, span: Span, held_B, 
     span, flow, window, pool = run_attention(
         weights, flow, window, pool, span=span, held_B=held_B, first_B=first_B, keeps=keeps, layer=layer, cfg=cfg
     )
-    flow, routes, _ = run_moe(weights, flow, cfg=cfg)
+    flow, routes, _ = run_moe(weights, flow, top=cfg.num_experts_per_tok, cfg=cfg)
     return LayerRecord(span, flow, routes), window, pool
 
 
-def run_moe(weights, flow: Flow, *, cfg: Config):
-    """Runs the MoE half of a layer; returns the flow, the Routes, and the router's input [B, T, D]."""
+def run_moe(weights, flow: Flow, *, top: int, cfg: Config):
+    """Runs the MoE half of a layer, `top` experts a token; returns the flow, the Routes, and the router's input."""
     streams = flow.streams_BTZD
     mix = mhc.mixes(weights, "ffn", streams, cfg=cfg)
     with jax.named_scope("moe"):
         x = rms_norm(mhc.collapse(flow.pre_BTZ, streams), weights["ffn_norm"], cfg.rms_norm_eps)
-        y, routes = moe.moe(weights["ffn"], x, top=cfg.num_experts_per_tok, cfg=cfg)
+        y, routes = moe.moe(weights["ffn"], x, top=top, cfg=cfg)
     return dataclasses.replace(flow, streams_BTZD=mhc.expand(mix, y, streams), pre_BTZ=mix.pre), routes, x
 
 

@@ -124,7 +124,7 @@ def _layer(weights, flow: Flow, source: Source | None, documents: Documents, *, 
         weights["attn"], x, source, flow.selection, documents, frequency=frequency, layer=layer, cfg=cfg, dense=dense
     )
     flow = Flow(mhc.expand(mix, y, streams), mix.pre, selection, flow.engram_rows)
-    flow, routes, x = model.run_moe(weights, flow, cfg=cfg)
+    flow, routes, x = model.run_moe(weights, flow, top=cfg.num_experts_per_tok, cfg=cfg)
     logits = moe.router_logits(weights["ffn"]["gate"], x, cfg=cfg)
     return flow, source, taught, losses.balance(logits, routes.expert, documents.document_BT, cfg=cfg)
 
