@@ -1,4 +1,4 @@
-"""Fine-tunes a model with quantised caches and weights: indexer warm-up, sparse training, QAT.
+"""Fine-tunes a model with quantised caches and weights: indexer warm-up, sparse training, QAT, drafts.
 
     python scripts/finetune_qat.py                                          # a micro model, a few steps
     python scripts/finetune_qat.py --settings scripts/tiny.toml --model scripts/tiny --output runs/tiny
@@ -37,17 +37,22 @@ def parse(argv):
     kinds = typing.get_type_hints(Settings)
     for field in dataclasses.fields(Settings):
         if field.name != "stages":
+            name = f"--{field.name.replace('_', '-')}"
             many = isinstance(field.default, tuple)
             kind, choices = kinds[field.name], None
+            text = f"{field.metadata['help']} (default: {'none' if many else field.default})"
+            if kind is bool:
+                group.add_argument(name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+                continue
             if typing.get_origin(kind) is typing.Literal:
                 kind, choices = str, typing.get_args(kind)
             group.add_argument(
-                f"--{field.name.replace('_', '-')}",
+                name,
                 type=str if many else kind,
                 choices=choices,
                 nargs="*" if many else None,
                 default=argparse.SUPPRESS,
-                help=f"{field.metadata['help']} (default: {'none' if many else field.default})",
+                help=text,
             )
     group.add_argument("--steps", type=int, nargs="+", metavar="N", help="steps of each stage (default: the file's)")
     return parser.parse_args(argv)

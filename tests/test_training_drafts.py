@@ -28,10 +28,14 @@ def inputs():
     return batch, random_hidden(*batch["tokens_BT"].shape)
 
 
+def best(batch):
+    return jnp.zeros(batch["tokens_BT"].shape, jnp.int32)
+
+
 def test_the_loss_is_that_of_what_inference_drafts(monkeypatch):
     monkeypatch.setattr(training, "ANCHOR_BLOCK", 5)
     batch, hidden = inputs()
-    got = jax.jit(functools.partial(training.draft_loss, cfg=CFG))(random_params(), hidden, batch)
+    got = jax.jit(functools.partial(training.draft_loss, cfg=CFG))(random_params(), hidden, best(batch), batch)
     n, rows, follow = CFG.dspark_block_size, [], []
     for b, document in enumerate(batch["document_BT"]):
         for number in np.unique(document[document >= 0]):
@@ -62,7 +66,7 @@ def test_the_backbone_gets_no_gradient():
     batch, hidden = inputs()
 
     def loss(params, hidden):
-        return training.draft_loss(params, hidden, batch, cfg=CFG).loss_n.sum()
+        return training.draft_loss(params, hidden, best(batch), batch, cfg=CFG).loss_n.sum()
 
     gradients, of_hidden = jax.jit(jax.grad(loss, argnums=(0, 1), allow_int=True))(random_params(), jnp.asarray(hidden))
     assert not np.any(of_hidden)
@@ -90,7 +94,7 @@ def test_gradients_against_finite_differences(monkeypatch):
 
         def loss(stages):
             whole = {**fixed, "mtp": stages}
-            return training.draft_loss(whole, hidden.astype(np.float64), batch, cfg=CFG).loss_n.mean()
+            return training.draft_loss(whole, hidden.astype(np.float64), best(batch), batch, cfg=CFG).loss_n.mean()
 
         gradient, value = jax.jit(jax.grad(loss))(values["mtp"]), jax.jit(loss)
         flat, structure = jax.tree.flatten(values["mtp"])

@@ -83,13 +83,21 @@ def main_hidden(params: Params, records: Sequence[LayerRecord], *, cfg: Config):
             f"{len(records)} layers ran, but drafts read what enters layers {list(targets)}; a call in mode 'encoder'"
             " cannot seed them, the prompt tokens that must follow it can"
         )
-    span, plan, parts = records[max(targets) - 1].span, layer_plan(cfg), []
+    span, flows = records[max(targets) - 1].span, []
     for target in targets:
         before = records[target - 1]
         _, crop = before.span.last(span.width)
-        streams, _ = model.enter(params["layers"][target], crop(before.flow), layer=plan[target], cfg=cfg)
+        flows.append(crop(before.flow))
+    return enter_targets(params, flows, cfg=cfg), span
+
+
+def enter_targets(params: Params, flows: Sequence[Flow], *, cfg: Config):
+    """Joins what enters the target layers, [B, T, targets x D], from the Flow before each of them."""
+    plan, parts = layer_plan(cfg), []
+    for target, flow in zip(cfg.dspark_target_layer_ids, flows, strict=True):
+        streams, _ = model.enter(params["layers"][target], flow, layer=plan[target], cfg=cfg)
         parts.append(jnp.mean(streams.astype(jnp.float32), axis=2).astype(streams.dtype))
-    return jnp.concatenate(parts, axis=-1), span
+    return jnp.concatenate(parts, axis=-1)
 
 
 def main_rows(params: Params, hidden_BTM, position_BT, *, cfg: Config) -> list[Rows]:

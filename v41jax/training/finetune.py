@@ -106,7 +106,8 @@ def finetune(start: Start, settings: Settings, *, output: pathlib.Path, tensorbo
     """Runs or continues a run in `output`, and writes the model it ends in.
 
     Returns:
-      The directory of the released layout, `output`/model, which `scripts/generate.py --checkpoint` reads.
+      The directory of the released layout, `output`/model, which `scripts/generate.py --checkpoint` reads. Where
+      `export_stages` is set, `output`/stages holds one for every stage before the last.
     Raises:
       ValueError: data or settings that cannot be trained on, an `output` with a run of other settings, or one whose
         model is already there.
@@ -114,8 +115,21 @@ def finetune(start: Start, settings: Settings, *, output: pathlib.Path, tensorbo
     target = output / "model"
     if target.exists():
         raise ValueError(f"{target} exists, so this run is finished; choose another output directory")
+    for stage in settings.stages:
+        if stage.kind == "drafts" and not start.cfg.num_nextn_predict_layers:
+            raise ValueError(
+                f"stage {stage.name!r} trains drafts, but {start.directory} has num_nextn_predict_layers=0; leave the"
+                " stage out, or start from a config with 1 or more"
+            )
     batches = make_batches(start, settings, cache=output / "data")
     begin = functools.partial(begin_stage, settings=settings, cfg=start.cfg)
+    save = functools.partial(save_model, start=start)
+
+    def end_stage(stage: Stage, params: model.Params) -> None:
+        path = output / "stages" / stage.name
+        if settings.export_stages and stage != settings.stages[-1] and not path.exists():
+            save(path, params)
+
     params = loop.train(
         begin,
         start.params,
@@ -124,12 +138,18 @@ def finetune(start: Start, settings: Settings, *, output: pathlib.Path, tensorbo
         model=config_json.to_json(start.cfg),
         output=output,
         tensorboard=tensorboard,
+        end_stage=end_stage,
     )
+    save(target, params)
+    return target
+
+
+def save_model(path: pathlib.Path, params: model.Params, *, start: Start) -> None:
+    """Writes master weights in the released layout, with the tokenizer the run started from."""
     tokenizer = start.directory / TOKENIZER
     checkpoint.save_checkpoint(
-        target,
+        path,
         export.to_release(params, cfg=start.cfg),
         cfg=start.cfg,
         tokenizer=tokenizer if tokenizer.is_file() else None,
     )
-    return target

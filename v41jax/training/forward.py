@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gather_attention import gather_attention
-from v41jax import attention, compressor, indexer, mhc, model, moe, quant
+from v41jax import attention, compressor, drafts, indexer, mhc, model, moe, quant
 from v41jax.cache import EntryPool
 from v41jax.config import Config, LayerSpec, Role, layer_plan
 from v41jax.indexer import Selection
@@ -51,6 +51,7 @@ class Passed(NamedTuple):
     balance: jax.Array  # f32, summed over tokens and layers
     load_LE: jax.Array  # f32, routes of each expert in each layer
     selections: tuple[Selection, ...]  # of the index sources
+    hidden_BTM: jax.Array | None  # what draft stages read, `drafts.main_hidden` of every column
 
 
 def run(
@@ -62,6 +63,7 @@ def run(
     dense: bool = False,
     teacher: Teacher = "group",
     recall: bool = False,
+    hidden: bool = False,
 ) -> Passed:
     """Runs every layer on every token.
 
@@ -73,12 +75,13 @@ def run(
       dense: attends to all visible entries, and the KL is over all of them; else over what the indexer selects.
       teacher: "own": a source learns from its own layer; "group": from all layers that use its selection.
       recall: measures it.
+      hidden: gathers what draft stages read.
     """
     history = cfg.engram_max_ngram_size - 1 if cfg.engram_layer_ids else 0
     ngram_BN = jnp.full((tokens_BT.shape[0], history), -1, jnp.int32)
     flow, _ = model.embed(params, ngram_BN, tokens_BT, span=documents, cfg=cfg)
     source, group, ratio = None, [], 0
-    kl, recalls, balance, load, selections = [], [], jnp.float32(0), [], []
+    kl, recalls, balance, load, selections, flows = [], [], jnp.float32(0), [], [], []
 
     def close():
         """Lets the layers since the last index source teach it."""
@@ -106,11 +109,20 @@ def run(
             ratio = layer.ratio
         balance += layer_balance
         load.append(routes_E)
+        flows.append(flow)
     if group:
         close()
     x_BTD = model.leave(params, flow.streams_BTZD, flow.pre_BTZ, cfg=cfg)
-    stacked = jnp.stack(kl) if kl else jnp.zeros((0,), jnp.float32)
-    return Passed(x_BTD, stacked, jnp.stack(recalls) if recalls else None, balance, jnp.stack(load), tuple(selections))
+    targets = [flows[target - 1] for target in cfg.dspark_target_layer_ids] if hidden else []
+    return Passed(
+        x_BTD=x_BTD,
+        kl_S=jnp.stack(kl) if kl else jnp.zeros((0,), jnp.float32),
+        recall_S=jnp.stack(recalls) if recalls else None,
+        balance=balance,
+        load_LE=jnp.stack(load),
+        selections=tuple(selections),
+        hidden_BTM=drafts.enter_targets(params, targets, cfg=cfg) if hidden else None,
+    )
 
 
 def _layer(weights, flow: Flow, source: Source | None, documents: Documents, *, layer: LayerSpec, cfg: Config, dense):
@@ -197,6 +209,16 @@ class Sums(NamedTuple):
     balance: jax.Array  # f32, mean over layers
     tokens: jax.Array  # f32, tokens there are
     load_LE: jax.Array
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """The means: see `step.train_step`."""
+        tokens, sources = jnp.maximum(self.tokens, 1), max(1, self.kl_S.size)
+        return {
+            "loss": self.loss / jnp.maximum(self.predicted, 1),
+            "kl": jnp.sum(self.kl_S) / (tokens * jnp.float32(sources)),
+            "balance": self.balance / tokens,
+            "expert_load": self.load_LE.sum(0) / jnp.maximum(self.load_LE.sum(), 1),
+        }
 
 
 def train_forward(params: Params, batch: dict[str, Any], **options) -> Sums:

@@ -25,6 +25,7 @@ class State(Protocol):
 
 Step = Callable[[Any, Any], tuple[Any, dict[str, Any]]]  # (state, batch) -> (state, metrics)
 Begin = Callable[[Stage, Any], tuple[State, Step]]  # (stage, params) -> its first state and its step
+End = Callable[[Stage, Any], None]  # (stage, params)
 
 
 class Batches(Iterator, Protocol):
@@ -48,6 +49,7 @@ def train(
     model: dict[str, Any],
     output: pathlib.Path,
     tensorboard: bool = True,
+    end_stage: End | None = None,
 ) -> Any:
     """Runs all stages, or what is left of them if `output` holds checkpoints of the same run.
 
@@ -58,6 +60,8 @@ def train(
       settings: the run.
       model: plain values that say which model this is; a run is continued only with the same.
       output: directory for checkpoints, metrics.jsonl, tensorboard/ and plots.
+      tensorboard: whether to write its files.
+      end_stage: gets the weights each stage ends in. A run killed after it and before its next checkpoint calls again.
     Returns:
       The master weights after the last step.
     Raises:
@@ -86,6 +90,8 @@ def train(
                     tokens = int(np.sum(batch["document_BT"] >= 0))
                     progress.record(number + 1, stage.name, metrics, tokens=tokens)
                 params = state.params
+                if end_stage is not None:
+                    end_stage(stage, params)
             checkpoints.save(settings.steps, state, batches.get_state())
             progress.plot()
     return params

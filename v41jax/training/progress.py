@@ -81,7 +81,7 @@ class Progress:
         if self._board is not None:
             for name, value in scalars.items():
                 self._board.add_scalar(name, value, step)
-        shown = {name: f"{scalars[name]:.3f}" for name in ("loss", "kl") if name in scalars}
+        shown = {name: f"{scalars[name]:.3f}" for name in ("loss", "kl", "accepted") if name in scalars}
         shown["tokens/s"] = f"{values['tokens_per_second']:.0f}"
         if values["memory_bytes"] is not None:
             shown["memory"] = f"{values['memory_bytes'] / 2**30:.1f} GiB"
@@ -89,7 +89,7 @@ class Progress:
         self._bar.update(1)
 
     def plot(self) -> list[pathlib.Path]:
-        """Draws loss, KL and the last expert load as PNG files; returns those it had figures for."""
+        """Draws loss, KL, accepted drafts and the last expert load as PNG files; returns those it had figures for."""
         return plot_metrics(self.history, self._directory)
 
 
@@ -101,10 +101,10 @@ def read_metrics(directory: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def plot_metrics(history: Sequence[Mapping[str, Any]], directory: pathlib.Path) -> list[pathlib.Path]:
-    """Draws what `history` has of "loss", "kl" over steps and "expert_load", the last one, in bars."""
+    """Draws what `history` has of "loss", "kl", "accepted" over steps and "expert_load", the last one, in bars."""
     figure_type = import_extra("matplotlib.figure").Figure  # without pyplot: no window system is asked for
     paths = []
-    for name in ("loss", "kl", "expert_load"):
+    for name in ("loss", "kl", "accepted", "expert_load"):
         points = [(record["step"], record[name]) for record in history if name in record]
         if not points:
             continue

@@ -12,11 +12,9 @@ from v41jax import model, quant, tree
 from v41jax.config import Config
 from v41jax.quant import Packed
 
-COMPUTED = ("embed", "head", "norm", "layers", "token_map")  # of the parameters; draft stages train on their own
-
 
 def compute_weights(master: model.Params, *, cfg: Config, dtype, weights: bool) -> model.Params:
-    """Makes the backbone's weights from float32 masters, differentiably.
+    """Makes the weights of backbone and draft stages from float32 masters, differentiably.
 
     Args:
       master: plain arrays in the nesting of `model.specs`.
@@ -38,6 +36,4 @@ def compute_weights(master: model.Params, *, cfg: Config, dtype, weights: bool) 
             return Packed(value, jnp.zeros((value.shape[0], 0), jnp.uint8), None)
         return value
 
-    specs = {name: spec for name, spec in model.specs(cfg).items() if name in COMPUTED}
-    used = {name: master[name] for name in specs}
-    return jax.tree_util.tree_map_with_path(one, specs, used, is_leaf=tree.is_spec)
+    return jax.tree_util.tree_map_with_path(one, model.specs(cfg), master, is_leaf=tree.is_spec)

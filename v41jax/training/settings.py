@@ -7,6 +7,8 @@ import types
 import typing
 from typing import Any, Literal
 
+Kind = Literal["warmup", "sparse", "drafts"]  # what a stage trains
+
 
 def _require(ok: bool, message: str):
     if not ok:
@@ -19,7 +21,8 @@ class Stage:
 
     name: str = "sparse"
     steps: int = 10
-    kind: Literal["warmup", "sparse"] = "sparse"  # warmup: indexers alone, on all visible entries; sparse: everything
+    # warmup: indexers alone, on all visible entries; sparse: all of the backbone; drafts: draft stages alone
+    kind: Kind = "sparse"
     qat: bool = False  # rounds weights to FP8 and FP4 in the forward pass; caches are rounded in every stage
     learning_rate: float = 1e-3  # at its highest
     warmup_steps: int = 0  # linear from 0
@@ -71,6 +74,9 @@ class Settings:
     clip: float = dataclasses.field(default=1.0, metadata={"help": "largest norm of all gradients together"})
     save_every: int = dataclasses.field(default=10, metadata={"help": "steps between checkpoints"})
     keep: int = dataclasses.field(default=2, metadata={"help": "checkpoints kept"})
+    export_stages: bool = dataclasses.field(
+        default=False, metadata={"help": "also write the model every stage but the last ends in, OUTPUT/stages/NAME"}
+    )
     stages: tuple[Stage, ...] = DEFAULT_STAGES
 
     def __post_init__(self):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,10 @@ import optax
 
 from v41jax.config import Config
 from v41jax.model import Params
-from v41jax.training import forward, packing, qat
+from v41jax.training import drafts, forward, packing, qat
+from v41jax.training.drafts import DraftSums
 from v41jax.training.forward import Sums, Teacher
+from v41jax.training.settings import Kind
 
 
 @jax.tree_util.register_static
@@ -20,7 +22,7 @@ from v41jax.training.forward import Sums, Teacher
 class Options:
     """What a step does; static."""
 
-    stage: Literal["warmup", "sparse"] = "sparse"  # warmup: only indexers train, on all visible entries
+    stage: Kind = "sparse"
     qat: bool = False  # rounds weights; caches are rounded as cfg.formats says
     kl_weight: float = 1.0  # times the KL of all index sources, summed
     balance_weight: float = 1e-4
@@ -57,8 +59,9 @@ def train_step(
         which may be sharded over B, must be.
       cfg, optimizer, options: static; one compilation for each.
     Returns:
-      The next state; metrics, f32: "loss" (nats a predicted token), "kl" (a token and index source), "balance" (1 is
-      even), "gradient_norm" before clipping, "expert_load" [E], shares of all routes.
+      The next state; metrics, f32: "loss" (nats a predicted token), "gradient_norm" before clipping, and of a backbone
+      stage "kl" (a token and index source), "balance" (1 is even), "expert_load" [E], shares of all routes; of a
+      "drafts" stage, whose loss is that of drafted tokens, "accepted" and "accepted_share" [n] (`drafts.DraftSums`).
     Raises:
       ValueError: a batch that the micro-batches cannot share, or whose documents are not one run of columns each.
     """
@@ -81,17 +84,11 @@ def _step(state: TrainState, batch, *, cfg: Config, optimizer: optax.GradientTra
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
     train = trainable(state.params, stage=options.stage)
     params = jax.tree.map(lambda on, p, u: p + u.astype(p.dtype) if on else p, train, state.params, updates)
-    if options.stage == "sparse":
+    if isinstance(sums, Sums) and options.stage == "sparse":
         params = balance_bias(params, sums.load_LE, step=options.bias_step)
-    sources = max(1, sums.kl_S.size)
     misplaced = jnp.any(packing.misplaced(batch["document_BT"], packing.multiple(cfg)))
-    metrics = {
-        "loss": jnp.where(misplaced, jnp.nan, sums.loss / jnp.maximum(sums.predicted, 1)),
-        "kl": jnp.sum(sums.kl_S) / (jnp.maximum(sums.tokens, 1) * jnp.float32(sources)),
-        "balance": sums.balance / jnp.maximum(sums.tokens, 1),
-        "gradient_norm": norm,
-        "expert_load": sums.load_LE.sum(0) / jnp.maximum(sums.load_LE.sum(), 1),
-    }
+    metrics = {**sums.metrics(), "gradient_norm": norm}
+    metrics["loss"] = jnp.where(misplaced, jnp.nan, metrics["loss"])
     return TrainState(params, optimizer_state, state.step + 1), metrics
 
 
@@ -99,16 +96,23 @@ def total_gradients(params: Params, batch, *, cfg: Config, options: Options):
     """Differentiates the mean loss over the tokens of all micro-batches together.
 
     Returns:
-      Gradients like `params` (integers get integer zeros), and the Sums of all micro-batches. Each micro-batch takes
-      every n-th row, so that rows sharded over devices stay where they are.
+      Gradients like `params` (integers get integer zeros), and the Sums, or DraftSums, of all micro-batches. Each
+      micro-batch takes every n-th row, so that rows sharded over devices stay where they are.
     """
     micro = options.micro_batches
     predicted = jnp.sum(packing.Documents(batch["document_BT"]).predicted_BT, dtype=jnp.float32)
     tokens = jnp.sum(batch["document_BT"] >= 0, dtype=jnp.float32)
     counts = jnp.maximum(predicted, 1), jnp.maximum(tokens, 1)
+    places_n = jnp.maximum(drafts.predicted(batch, cfg=cfg), 1)
+    weigh = functools.partial(qat.compute_weights, cfg=cfg, dtype=jnp.dtype(options.dtype), weights=options.qat)
+
+    def draft_loss(params, batch):
+        weights = weigh({**jax.lax.stop_gradient(params), "mtp": params["mtp"]})
+        sums = drafts.train_forward(weights, batch, cfg=cfg)
+        return jnp.mean(sums.loss_n / places_n), sums
 
     def loss(params, batch):
-        weights = qat.compute_weights(params, cfg=cfg, dtype=jnp.dtype(options.dtype), weights=options.qat)
+        weights = weigh(params)
         dense = options.stage == "warmup"
         sums = forward.train_forward(weights, batch, cfg=cfg, dense=dense, teacher=options.teacher)
         total = jnp.float32(options.kl_weight) * jnp.sum(sums.kl_S) / counts[1]
@@ -116,8 +120,10 @@ def total_gradients(params: Params, batch, *, cfg: Config, options: Options):
             total += sums.loss / counts[0] + jnp.float32(options.balance_weight) * sums.balance / counts[1]
         return total, sums
 
-    def one(batch) -> tuple[Params, Sums]:
-        gradients, sums = jax.grad(loss, has_aux=True, allow_int=True)(params, batch)
+    objective = draft_loss if options.stage == "drafts" else loss
+
+    def one(batch) -> tuple[Params, Sums | DraftSums]:
+        gradients, sums = jax.grad(objective, has_aux=True, allow_int=True)(params, batch)
         return jax.tree.map(lambda g, p: g if _is_float(p) else jnp.zeros_like(p), gradients, params), sums
 
     if micro == 1:
@@ -130,11 +136,11 @@ def total_gradients(params: Params, batch, *, cfg: Config, options: Options):
 
 
 def trainable(params: Params, *, stage: str):
-    """A tree of bools: what the optimizer may move. Draft stages and integers never; routers' biases move by load."""
+    """A tree of bools: what the optimizer may move: no integer, and no router's bias, which load moves, or nothing."""
 
     def train(path, leaf) -> bool:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        if name.startswith("mtp.") or ".gate.bias" in name or not _is_float(leaf):
+        if name.startswith("mtp.") != (stage == "drafts") or ".gate.bias" in name or not _is_float(leaf):
             return False
         return stage != "warmup" or ".attn.indexer." in name
 
