@@ -139,9 +139,8 @@ def report(results: dict) -> None:
                 print(f"passkeys at {length:>7} tokens, pool {pool}: {100 * share:.1f} % right")
         if "drafts" in result:
             shares = ", ".join(f"{100 * share:.1f}" for share in result["drafts"]["share_n"])
-            print(
-                f"drafts accepted up to each place: {shares} %; {result['drafts']['tokens_a_call']:.2f} tokens a call"
-            )
+            print(f"drafts accepted up to each place of a block: {shares} %")
+            print(f"tokens a call, with drafts: {result['drafts']['tokens_a_call']:.2f}")
 
 
 def write(results: dict, output: pathlib.Path) -> None:

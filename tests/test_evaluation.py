@@ -1,4 +1,4 @@
-"""What a checkpoint is worth: accepted drafts against the training loss's count, and the script with all its figures."""
+"""What a checkpoint is worth: accepted drafts against the training loss's count, and the script's figures."""
 
 import dataclasses
 import json
@@ -119,7 +119,12 @@ def test_all_figures_are_reported(two, tmp_path, capsys):
         assert 1 <= result["drafts"]["tokens_a_call"] <= 4
     assert results[str(two[0][0])]["loss"] != results[str(two[0][1])]["loss"]
     shown = capsys.readouterr().out
-    for line in (r"plain caches: \d", r"recall of index source 1: \d", "at +128 tokens, pool off: ", "tokens a call"):
+    for line in (
+        r"plain caches: \d",
+        r"recall of index source 1: \d",
+        "at +128 tokens, pool off: ",
+        "tokens a call of",
+    ):
         assert len(re.findall(line, shown)) == 2, line
 
 

@@ -18,7 +18,7 @@ from v41jax.training import forward
 from v41jax.training.losses import TOKEN_BLOCK
 from v41jax.training.packing import Documents
 
-ANCHOR_BLOCK = 64  # blocks whose streams and logits exist at a time: [B, ANCHOR_BLOCK x n, V]
+ANCHOR_BLOCK = 256  # blocks whose streams and logits exist at a time: [B, ANCHOR_BLOCK x n, V]
 
 
 class DraftSums(NamedTuple):
