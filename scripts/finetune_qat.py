@@ -75,7 +75,7 @@ def main(argv=None) -> int:
     args = parse(argv)
     try:
         settings = collect(args)
-        start = load_start(args.model, seed=settings.seed)
+        start = load_start(args.model, seed=settings.seed, lora_rank=settings.lora_rank)
         target = finetune(start, settings, output=args.output, tensorboard=not args.no_tensorboard)
     except ValueError as error:
         print(f"finetune_qat: {error}", file=sys.stderr)

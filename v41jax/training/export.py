@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from v41jax import model, quant, tree
 from v41jax.config import Config
 from v41jax.quant import Packed
+from v41jax.training import lora
 
 
 def to_master(params: model.Params) -> model.Params:
@@ -22,10 +23,14 @@ def to_master(params: model.Params) -> model.Params:
 def to_release(master: model.Params, *, cfg: Config, dtype=jnp.bfloat16) -> model.Params:
     """Rounds master weights to the formats of the config; what it keeps in plain floats becomes `dtype`.
 
-    Weights that QAT trained are rounded exactly as its forward pass rounded them.
+    Weights that QAT trained are rounded exactly as its forward pass rounded them. Adapters are merged first; beside
+    them, what is packed stays as it is.
     """
 
     def narrow(spec: tree.ArraySpec, leaf):
+        if isinstance(leaf, Packed):
+            return leaf
+        leaf = lora.merge(leaf, jnp.float32)
         return quant.quantize(leaf, spec.format) if spec.format else leaf.astype(spec.dtype or dtype)
 
     return jax.tree.map(narrow, model.specs(cfg), master, is_leaf=tree.is_spec)

@@ -13,7 +13,7 @@ from v41jax import checkpoint, config_json, engram, model
 from v41jax.config import Config
 from v41jax.release import TOKENIZER
 from v41jax.text import load_tokenizer
-from v41jax.training import corpus, data, export, loop, packing, step
+from v41jax.training import corpus, data, export, loop, lora, packing, step
 from v41jax.training.corpus import Corpus
 from v41jax.training.optimizer import make_optimizer
 from v41jax.training.passkey import PasskeyTask
@@ -26,12 +26,12 @@ class Start(NamedTuple):
     """What a run starts from."""
 
     cfg: Config
-    params: model.Params  # master weights
+    params: model.Params  # master weights, or packed ones with adapters
     directory: pathlib.Path  # has config.json, and tokenizer.json if there is one
     tokenizer: Tokenizer | None
 
 
-def load_start(directory: pathlib.Path, *, seed: int) -> Start:
+def load_start(directory: pathlib.Path, *, seed: int, lora_rank: int = 0) -> Start:
     """Loads a released-layout directory, or, where it has no weights, draws random ones for its config.json.
 
     Raises ValueError for a directory that is neither, before any weight is read.
@@ -39,10 +39,11 @@ def load_start(directory: pathlib.Path, *, seed: int) -> Start:
     cfg, tokenizer = config_json.load_config(directory), load_tokenizer(directory)
     if any(directory.glob("*.safetensors")):
         _, params = checkpoint.load_checkpoint(directory, dtype=jnp.float32)
-        return Start(cfg, export.to_master(params), directory, tokenizer)
-    params = export.to_master(model.init_params(cfg, jax.random.key(seed)))
-    if cfg.engram_layer_ids:
-        params["token_map"] = jnp.asarray(engram.token_map(directory / TOKENIZER, cfg))
+    else:
+        params = model.init_params(cfg, jax.random.key(seed))
+        if cfg.engram_layer_ids:
+            params["token_map"] = jnp.asarray(engram.token_map(directory / TOKENIZER, cfg))
+    params = lora.adapt(params, cfg=cfg, rank=lora_rank, seed=seed) if lora_rank else export.to_master(params)
     return Start(cfg, params, directory, tokenizer)
 
 

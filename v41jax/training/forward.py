@@ -19,7 +19,7 @@ from v41jax.layers import project
 from v41jax.model import Flow, Params
 from v41jax.quant import Packed
 from v41jax.rope import layer_frequencies, rotate, turn
-from v41jax.training import distill, losses
+from v41jax.training import distill, lora, losses
 from v41jax.training.distill import Lesson, Pupil
 from v41jax.training.packing import Documents
 
@@ -127,6 +127,7 @@ def run(
 
 def _layer(weights, flow: Flow, source: Source | None, documents: Documents, *, layer: LayerSpec, cfg: Config, dense):
     """Runs one layer; returns the flow, the source in force, what it teaches, and `losses.balance`."""
+    weights = lora.merge_layer(weights, flow.streams_BTZD.dtype)
     frequency = layer_frequencies(cfg, compressed=layer.ratio > 0)
     streams, x = model.enter(weights, flow, layer=layer, cfg=cfg)
     mix = mhc.mixes(weights, "attn", streams, cfg=cfg)

@@ -3,6 +3,7 @@
 The rule is the one of the DeepSeek-V4 report: embedding, prediction head, norms, biases and scales (attention sinks and
 those of hyper-connections too) by AdamW, every other parameter by Muon. Engram tables have AdamW at five times the rate
 and no weight decay, since a row no token hashed to must not move. Weight decay is for matrices and embeddings.
+Low-rank adapters have AdamW, without decay.
 Muon takes each matrix on its own: a head of a query projection, an output group, an expert, an Engram stream's key.
 """
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from v41jax.config import Config
+from v41jax.training.lora import TRAINED
 from v41jax.training.settings import Stage
 from v41jax.training.step import trainable
 
@@ -36,6 +38,8 @@ MATRIX = optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)  # 
 def rule(name: str, shape: tuple[int, ...]) -> Rule:
     """Chooses what trains a parameter, by the dotted path of its spec and its shape."""
     *_, owner, last = ("", *name.split("."))
+    if last in TRAINED:
+        return "vector"
     if owner == "engram":
         return "table" if last == "embed" else "muon" if last == "wkv" else "vector"
     if name in EMBEDDINGS or f"{owner}.{last}" in EMBEDDINGS:

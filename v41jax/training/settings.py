@@ -64,6 +64,9 @@ class Settings:
     dtype: Literal["float32", "bfloat16"] = dataclasses.field(
         default="float32", metadata={"help": "of activations; master weights and optimizer state are float32"}
     )
+    lora_rank: int = dataclasses.field(
+        default=0, metadata={"help": "of adapters beside frozen packed weights (`lora.py`); 0 trains the weights"}
+    )
     weight_decay: float = dataclasses.field(default=0.1, metadata={"help": "of matrices and embeddings"})
     kl_weight: float = dataclasses.field(default=1.0, metadata={"help": "weight of the indexer's KL loss"})
     balance_weight: float = dataclasses.field(default=1e-4, metadata={"help": "weight of the expert balance loss"})
@@ -88,7 +91,7 @@ class Settings:
             f"batch_size={self.batch_size} is not a multiple of micro_batches={self.micro_batches}",
         )
         _require(0 <= self.passkey_share <= 1, f"passkey_share={self.passkey_share}; it must be 0 to 1")
-        for name in ("weight_decay", "kl_weight", "balance_weight", "bias_step"):
+        for name in ("lora_rank", "weight_decay", "kl_weight", "balance_weight", "bias_step"):
             value = getattr(self, name)
             _require(value >= 0, f"{name}={value}; it must be 0 or more")
         _require(self.clip > 0, f"clip={self.clip}; it must be over 0")

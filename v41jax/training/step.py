@@ -11,7 +11,7 @@ import optax
 
 from v41jax.config import Config
 from v41jax.model import Params
-from v41jax.training import drafts, forward, packing, qat
+from v41jax.training import drafts, forward, lora, packing, qat
 from v41jax.training.drafts import DraftSums
 from v41jax.training.forward import Sums, Teacher
 from v41jax.training.settings import Kind
@@ -84,7 +84,7 @@ def _step(state: TrainState, batch, *, cfg: Config, optimizer: optax.GradientTra
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
     train = trainable(state.params, stage=options.stage)
     params = jax.tree.map(lambda on, p, u: p + u.astype(p.dtype) if on else p, train, state.params, updates)
-    if isinstance(sums, Sums) and options.stage == "sparse":
+    if isinstance(sums, Sums) and options.stage == "sparse" and not lora.is_adapted(params):
         params = balance_bias(params, sums.load_LE, step=options.bias_step)
     misplaced = jnp.any(packing.misplaced(batch["document_BT"], packing.multiple(cfg)))
     metrics = {**sums.metrics(), "gradient_norm": norm}
@@ -104,11 +104,14 @@ def total_gradients(params: Params, batch, *, cfg: Config, options: Options):
     tokens = jnp.sum(batch["document_BT"] >= 0, dtype=jnp.float32)
     counts = jnp.maximum(predicted, 1), jnp.maximum(tokens, 1)
     places_n = jnp.maximum(drafts.predicted(batch, cfg=cfg), 1)
-    weigh = functools.partial(qat.compute_weights, cfg=cfg, dtype=jnp.dtype(options.dtype), weights=options.qat)
+    train = trainable(params, stage=options.stage)
+
+    def weigh(params):
+        params = jax.tree.map(lambda on, p: p if on else jax.lax.stop_gradient(p), train, params)
+        return qat.compute_weights(params, cfg=cfg, dtype=jnp.dtype(options.dtype), weights=options.qat)
 
     def draft_loss(params, batch):
-        weights = weigh({**jax.lax.stop_gradient(params), "mtp": params["mtp"]})
-        sums = drafts.train_forward(weights, batch, cfg=cfg)
+        sums = drafts.train_forward(weigh(params), batch, cfg=cfg)
         return jnp.mean(sums.loss_n / places_n), sums
 
     def loss(params, batch):
@@ -136,10 +139,13 @@ def total_gradients(params: Params, batch, *, cfg: Config, options: Options):
 
 
 def trainable(params: Params, *, stage: str):
-    """A tree of bools: what the optimizer may move: no integer, and no router's bias, which load moves, or nothing."""
+    """A tree of bools, what the optimizer may move: no integer, no router's bias; with adapters, those alone."""
+    adapted = lora.is_adapted(params)
 
     def train(path, leaf) -> bool:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if adapted and not name.endswith(lora.TRAINED):
+            return False
         if name.startswith("mtp.") != (stage == "drafts") or ".gate.bias" in name or not _is_float(leaf):
             return False
         return stage != "warmup" or ".attn.indexer." in name
