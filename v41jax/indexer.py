@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_max import block_max
-from pallas_kernels.blocks import by_query_block
+from pallas_kernels.blocks import by_query_block, fitting
 from pallas_kernels.index_scores import index_scores
 from pallas_kernels.masked_topk import masked_topk
 from pallas_kernels.pool_scores import pool_scores
@@ -23,7 +23,6 @@ from v41jax.quant import Packed
 from v41jax.rope import rotate, turn
 from v41jax.tree import ArraySpec, Specs
 
-QUERY_BLOCK = 512  # queries scored at a time: bounds their block maxima, [B, QUERY_BLOCK, entries / block size]
 FEW_BLOCKS = 512  # up to as many blocks every entry is scored and compared
 
 
@@ -149,4 +148,7 @@ def select(params, x_BTD, latent_BTR, keys: Packed, carried: Selection | None, *
         block = candidate_blocks(best, visible, cfg=cfg) if layer.builds_candidates else None
         return Selection(entry, block)
 
-    return by_query_block(select_block, QUERY_BLOCK, query_BTIJ, weight_BTI, visible_BT, block_BTC, first_BT)
+    B, entries = keys.codes.shape[:2]
+    blocks = -(-entries // cfg.candidate_block_size)
+    block = fitting(4 * B * (entries if blocks <= FEW_BLOCKS else blocks))  # bounds scores, or block maxima
+    return by_query_block(select_block, block, query_BTIJ, weight_BTI, visible_BT, block_BTC, first_BT)

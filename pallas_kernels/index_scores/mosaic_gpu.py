@@ -45,7 +45,7 @@ def index_scores(query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, visible_BT, *, f
     if B * T * S == 0:
         return jnp.full((B, T, M), -jnp.inf, jnp.float32)
 
-    step = 1 if T == 1 else 2 if T in (2, 5, 6) else 4
+    step = 4 if T == 4 or T > 6 else 2 if T % 2 == 0 or T == 5 else 1
     row = min(HOPPER["row"], -(-T // step) * step)
     rows = -(-T // row)  # of each sequence
     tiles = -(-S // TILE)
@@ -127,7 +127,6 @@ def score_rows(
     (B, T), S = visible_BT.shape, codes_BSJ.shape[1]
     blocks, warpgroups, stages = HOPPER["blocks"], HOPPER["warpgroups"][step], HOPPER["stages"]
     steps = row // step
-    together = 2 if step == 1 else 1  # tiles that share the sums over lanes and the stores
     # Column 16 k + 8 s + 2 g + h of a key holds channel 32 g + 8 (k // 2) + 4 h + 2 (k % 2) + s.
     query = (query_BTIJ.astype(jnp.float32) * jnp.float32(32)).astype(jnp.bfloat16)  # 2^5: see `hopper_tile.expand`
     query = query.reshape(B * T * HEADS, 4, 4, 2, 2, 2)
@@ -184,51 +183,27 @@ def score_rows(
 
             plgpu.barrier_wait(loaded)
 
-            def constants(n):
-                """What is the same for all tiles: the weights of a step's heads and how far its queries see."""
-                first, left = first_query + n * step, queries - n * step
-                weights = hopper_tile.load_weights(weight_smem, n, step)
-                return weights, hopper_tile.load_visible(visible, first, left, step, S)
+            def score_tile(i, _):
+                copy(i + (stages - 1))
+                keys_SJ = hopper_tile.expand(codes_smem, scales_smem, warpgroup * stages + rem(i, stages), stages)
+                place, key = keys_of(i)
 
-            once = constants(jnp.int32(0)) if steps == 1 else None
-
-            def score_tiles(i, _):
-                tiles_here = [i * together + j for j in range(together)]
-                spots = [keys_of(tile) for tile in tiles_here]
-
-                def totals_of(keys_SJ, n, weights):
-                    dots_SH = pl.run_scoped(
+                def score_step(n, _):
+                    dots = pl.run_scoped(
                         lambda acc: (plgpu.wgmma(acc, keys_SJ, query_smem.at[n].transpose((1, 0))), acc[...])[1],
                         plgpu.ACC((TILE, step * HEADS), jnp.float32),
                     )
-                    return hopper_tile.weigh(dots_SH, weights, step)
-
-                def expand(tile):
-                    copy(tile + (stages - 1))
-                    slot = warpgroup * stages + rem(tile, stages)
-                    return hopper_tile.expand(codes_smem, scales_smem, slot, stages)
-
-                def store(totals, n, visible_of_lane):
-                    items = mine - i * together if step == 1 else queries - n * step
-                    hopper_tile.store_scores(
-                        totals, out, visible_of_lane, first_query + n * step, items, *zip(*spots, strict=True),
-                        step=step, block_size=block_size,
+                    hopper_tile.reduce(
+                        dots, weight_smem, visible, out, n, first_query + n * step, queries - n * step, place, key,
+                        step=step, block_size=block_size, keys=S, width=width,
                     )  # fmt: skip
 
                 if steps == 1:
-                    weights, visible_of_lane = once
-                    totals = [totals_of(expand(tile), jnp.int32(0), weights) for tile in tiles_here]
-                    store(totals, jnp.int32(0), visible_of_lane)
-                    return
-                keys_SJ = expand(tiles_here[0])
+                    score_step(jnp.int32(0), None)
+                else:
+                    lax.fori_loop(jnp.int32(0), div(queries + (step - 1), step), score_step, None)
 
-                def score_step(n, _):
-                    weights, visible_of_lane = constants(n)
-                    store([totals_of(keys_SJ, n, weights)], n, visible_of_lane)
-
-                lax.fori_loop(jnp.int32(0), div(queries + (step - 1), step), score_step, None)
-
-            lax.fori_loop(jnp.int32(0), div(mine + (together - 1), together), score_tiles, None)
+            lax.fori_loop(jnp.int32(0), mine, score_tile, None)
 
         last = jnp.where(start < stop, row_of(extra, jnp.maximum(stop - 1, 0)) + 1, 0)
         lax.fori_loop(row_of(extra, start), last, score_row, None)

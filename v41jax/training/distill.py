@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import by_query_block
+from pallas_kernels.blocks import by_query_block, fitting
 from pallas_kernels.gather_attention.reference import EXACT, gather
 from pallas_kernels.index_scores.reference import weighted_relu
 from v41jax import quant
@@ -17,8 +17,6 @@ from v41jax.cache import take_rows
 from v41jax.quant import Packed
 from v41jax.training import losses
 from v41jax.training.packing import Documents
-
-QUERY_BLOCK = 32  # queries at a time: bounds [B, QUERY_BLOCK, N, entries]
 
 
 class Lesson(NamedTuple):
@@ -90,24 +88,32 @@ def attend_all(lesson: Lesson, window_BTW, entries: Packed, seen: Range):
         out = jnp.einsum("btnw,btwh->btnh", near, windows, **EXACT) + jnp.einsum("btne,beh->btnh", far, rows, **EXACT)
         return out.astype(query.dtype)
 
-    return by_query_block(attend, QUERY_BLOCK, lesson.query_BTNH, window_BTW, seen)
+    block = _queries_at_once([lesson], window_BTW, rows.shape[1])
+    return by_query_block(attend, block, lesson.query_BTNH, window_BTW, seen)
 
 
-def _blocks(fn, lessons: list[Lesson], *arrays_BT):
-    """Runs fn(lessons, *arrays) on blocks of queries, computing them again in the backward pass."""
+def _queries_at_once(lessons, window_BTW, rows):
+    """Bounds the scores of a block of queries over so many rows, the rows themselves if every query has its own."""
+    B, _, N, H = lessons[0].query_BTNH.shape
+    return fitting(4 * B * (window_BTW.shape[2] + rows) * max(N * len(lessons), H))
+
+
+def _blocks(fn, rows: int, lessons: list[Lesson], window_BTW, *arrays_BT):
+    """Runs fn(lessons, window, *arrays) on blocks of queries, again in the backward pass; each has so many `rows`."""
 
     @jax.checkpoint
     def block(queries, *arrays):
         own = [lesson._replace(query_BTNH=query) for lesson, query in zip(lessons, queries, strict=True)]
         return fn(own, *arrays)
 
-    return by_query_block(block, QUERY_BLOCK, [lesson.query_BTNH for lesson in lessons], *arrays_BT)
+    at_once = _queries_at_once(lessons, window_BTW, rows)
+    return by_query_block(block, at_once, [lesson.query_BTNH for lesson in lessons], window_BTW, *arrays_BT)
 
 
 def sparse_kl(pupil: Pupil, lessons: list[Lesson], window_BTW, entries: Packed, entry_BTK):
     """KL of every query over its selected entries: f32 [B, T], 0 where there is none."""
 
-    def block(lessons, query, weight, window, entry):
+    def block(lessons, window, query, weight, entry):
         seen = entry >= 0
         rows = quant.dequantize(take_rows(entries, entry), query.dtype)
         # An entry that is not seen may hold anything.
@@ -116,19 +122,19 @@ def sparse_kl(pupil: Pupil, lessons: list[Lesson], window_BTW, entries: Packed, 
         scores = weighted_relu("btij,btsj->btis", query, weight, keys, None, format=None)
         return losses.kl(mass, scores, seen)
 
-    return _blocks(block, lessons, pupil.query_BTIJ, pupil.weight_BTI, window_BTW, entry_BTK)
+    return _blocks(block, entry_BTK.shape[2], lessons, window_BTW, pupil.query_BTIJ, pupil.weight_BTI, entry_BTK)
 
 
 def dense_kl(pupil: Pupil, lessons: list[Lesson], window_BTW, entries: Packed, seen: Range):
     """KL of every query over all entries it sees: f32 [B, T], 0 where there is none."""
     rows = quant.dequantize(entries, lessons[0].query_BTNH.dtype)
 
-    def block(lessons, query, weight, window, seen):
+    def block(lessons, window, query, weight, seen):
         seen_BTE = seen.seen(rows.shape[1])
         scores = weighted_relu("btij,bsj->btis", query, weight, pupil.key_BSJ, None, format=None)
         return losses.kl(log_mass(lessons, window, rows, seen_BTE), scores, seen_BTE)
 
-    return _blocks(block, lessons, pupil.query_BTIJ, pupil.weight_BTI, window_BTW, seen)
+    return _blocks(block, rows.shape[1], lessons, window_BTW, pupil.query_BTIJ, pupil.weight_BTI, seen)
 
 
 def recall(lessons: list[Lesson], window_BTW, entries: Packed, entry_BTK, seen: Range):
@@ -148,4 +154,4 @@ def recall(lessons: list[Lesson], window_BTW, entries: Packed, entry_BTK, seen: 
         held = jnp.where(entry >= 0, jnp.take_along_axis(mass, jnp.maximum(entry, 0), axis=-1), 0).sum(-1)
         return held / best, seen_BTE.sum(-1) > K
 
-    return _blocks(block, lessons, window_BTW, entry_BTK, seen)
+    return _blocks(block, rows.shape[1], lessons, window_BTW, entry_BTK, seen)
