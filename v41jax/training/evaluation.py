@@ -152,7 +152,7 @@ def _seed_prompt(params, cache, rings, tokens_BT, *, cfg: Config):
     return _feed(params, cache, rings, tokens_BT, lengths_B, cfg=cfg)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "count"), donate_argnames=("cache", "rings"))
+@functools.partial(jax.jit, static_argnames=("cfg", "count"))
 def _draft_along(params, cache, rings, token_B, count: int, *, cfg: Config):
     """Greedy tokens i32 [S, B], the given one first, and the block drafted behind each, i32 [S, B, n]."""
 
