@@ -14,6 +14,8 @@ from pallas_kernels import dispatch
 from v41jax import config, init_cache, model, quant, tree
 from v41jax.training import export, forward, packing, qat, step
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 PACKED = 2e-5  # of the logits' deviation: float32 sums in another order, through five layers
 QUANTIZED = dataclasses.replace(  # every role in as few layers as have them
     MICRO,

@@ -5,12 +5,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from sessions import MICRO
 from test_training_forward import packed, weights
 
 from pallas_kernels import dispatch
 from pallas_kernels.gather_attention.reference import EXACT
 from v41jax.training import forward
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 STEP = 1e-7  # moves no selection and no route; Engram's root at 1e-6 bends within larger ones
 FINITE = 5e-5  # relative, of a central difference: what cubic terms leave

@@ -17,6 +17,8 @@ from v41jax.training import packing, step
 from v41jax.training.optimizer import make_optimizer
 from v41jax.training.settings import Stage
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ORDER = 1e-4  # of a gradient's largest value: float32 sums of other sizes, in another order
 SMALL = dataclasses.replace(
     MICRO,
