@@ -17,13 +17,13 @@ from v41jax.training import export, forward, packing, qat, step
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 PACKED = 2e-5  # of the logits' deviation: float32 sums in another order, through five layers
-QUANTIZED = dataclasses.replace(  # every role in as few layers as have them
+QUANTIZED = dataclasses.replace(  # Full, Reindex, Reuse
     MICRO,
-    num_hidden_layers=4,
-    compress_ratios=(0, 2, 2, 2),
-    kv_source_layer_ids=(1,),
-    index_source_layer_ids=(1, 2),
-    candidate_source_layer_id=1,
+    num_hidden_layers=3,
+    compress_ratios=(2, 2, 2),
+    kv_source_layer_ids=(0,),
+    index_source_layer_ids=(0, 1),
+    candidate_source_layer_id=0,
     formats=config.Formats(),
 )
 MANY_BLOCKS = dataclasses.replace(MICRO, index_topk=2, candidate_topk_blocks=2)
@@ -157,7 +157,7 @@ def test_bfloat16_computes_in_bfloat16_and_accumulates_master_gradients_in_float
     got, sums = gradients(dtype="bfloat16", kl=1.0)
     exact, exact_sums = gradients(kl=1.0)
     assert all(g.dtype == np.float32 for name, g in got.items() if name != "token_map")
-    np.testing.assert_allclose(sums.loss, exact_sums.loss, rtol=2e-2)  # 8 bits, through four layers
+    np.testing.assert_allclose(sums.loss, exact_sums.loss, rtol=2e-2)  # 8 bits, through three layers
     assert any(not np.array_equal(g, exact[name]) for name, g in got.items())
 
 
@@ -186,7 +186,7 @@ def test_qat_rounds_exactly_what_a_checkpoint_stores():
         a = a.codes if isinstance(a, quant.Packed) else a
         rounded += spec.format is not None
         np.testing.assert_array_equal(a, quant.dequantize(b, jnp.float32) if spec.format else b, err_msg=path)
-    assert rounded > 40
+    assert rounded > 30
 
 
 def test_nothing_is_quadratic_in_the_sparse_stage():
