@@ -1,20 +1,25 @@
 """Settings, progress, and the scripts around a training run."""
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from v41jax import config, config_json, load_checkpoint, model, quant, tree
+from v41jax import config, config_json, engram, load_checkpoint, model, quant, tree
 from v41jax.assets import BUILT_IN
 from v41jax.quant import Packed
+from v41jax.release import TOKENIZER
 from v41jax.training import export, progress
 from v41jax.training.settings import Settings, Stage, from_dict, read_settings, to_dict
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SCRIPTS = pathlib.Path(__file__).parents[1] / "scripts"
 
@@ -147,18 +152,48 @@ def test_the_tiny_model_fits_its_tokenizer_and_size():
 # ---- scripts
 
 
-def test_a_micro_model_is_trained_and_exported(tmp_path, capsys):
+def test_the_micro_model_has_every_compressed_role_and_fits_its_tokenizer():
+    cfg = config_json.load_config(SCRIPTS / "micro")
+    assert {layer.role for layer in config.layer_plan(cfg)} == set(config.Role) - {config.Role.WINDOW}
+    assert engram.token_map(SCRIPTS / "micro" / TOKENIZER, cfg).shape == (cfg.vocab_size,)
+
+
+@pytest.fixture
+def two_layers(tmp_path):
+    """A directory with the first two layers of the micro model: fewer to compile."""
+    cfg = config_json.load_config(SCRIPTS / "micro")
+    sources = cfg.kv_source_layer_ids[:2]
+    cfg = dataclasses.replace(
+        cfg, num_hidden_layers=2, compress_ratios=cfg.compress_ratios[:2], index_source_layer_ids=sources
+    )
+    directory = tmp_path / "two"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config_json.to_json(cfg)))
+    shutil.copy(SCRIPTS / "micro" / TOKENIZER, directory)
+    return directory
+
+
+def test_a_model_is_trained_and_exported(tmp_path, capsys, two_layers):
     settings = tmp_path / "settings.toml"
     settings.write_text('save_every = 1\n[[stages]]\nname = "qat"\nqat = true\nsteps = 2\n')
     (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n" * 200)
-    argv = ["--settings", str(settings), "--output", str(tmp_path / "run"), "--text", str(tmp_path / "text.txt")]
+    argv = [
+        "--model",
+        str(two_layers),
+        "--settings",
+        str(settings),
+        "--output",
+        str(tmp_path / "run"),
+        "--text",
+        str(tmp_path / "text.txt"),
+    ]
     script = load_script("finetune_qat")
     assert script.main([*argv, "--row-length", "64"]) == 0
     records = progress.read_metrics(tmp_path / "run")
     assert [record["step"] for record in records] == [1, 2] and records[1]["loss"] < records[0]["loss"]
     assert all((tmp_path / "run" / f"{name}.png").is_file() for name in ("loss", "kl", "expert_load"))
     cfg, params = load_checkpoint(tmp_path / "run" / "model", dtype=jnp.bfloat16)
-    assert cfg == config_json.load_config(SCRIPTS / "micro")
+    assert cfg == config_json.load_config(two_layers)
     packed = [leaf.format for leaf in jax.tree.leaves(params, is_leaf=_is_packed) if _is_packed(leaf)]
     assert {"fp4_e8m0_32", "fp8_e8m0_32x32", "fp8_e8m0_32"} == set(packed)
     assert script.main(argv) == 2

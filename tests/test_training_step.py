@@ -17,13 +17,16 @@ from v41jax.training import packing, step
 from v41jax.training.optimizer import make_optimizer
 from v41jax.training.settings import Stage
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ORDER = 1e-4  # of a gradient's largest value: float32 sums of other sizes, in another order
 SMALL = dataclasses.replace(
     MICRO,
-    num_hidden_layers=3,
-    compress_ratios=(0, 2, 1),
-    kv_source_layer_ids=(1, 2),
-    index_source_layer_ids=(1, 2),
+    num_hidden_layers=2,
+    compress_ratios=(0, 2),
+    kv_source_layer_ids=(1,),
+    index_source_layer_ids=(1,),
+    candidate_source_layer_id=1,
     formats=config.Formats(),
 )
 EXACT = dataclasses.replace(SMALL, formats=config.UNQUANTIZED)  # no rounding that a last bit could flip
