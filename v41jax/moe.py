@@ -142,7 +142,8 @@ def _routed(params, x_TD, routes: Routes, *, cfg: Config):
     x_SD = x_TD.at[lax.div(tiles.source_S, jnp.int32(top))].get(mode="fill", fill_value=0)
     weight_S = routes.weight.reshape(-1).at[tiles.source_S].get(mode="fill", fill_value=0)
     y_SD = _feed_forward(params, x_SD, weight_S, tiles.expert_M, cfg=cfg)
-    return y_SD[tiles.slot_N].reshape(tokens, top, -1).sum(1)
+    y_ND = y_SD.at[tiles.slot_N].get(unique_indices=True, mode="promise_in_bounds")
+    return y_ND.reshape(tokens, top, -1).sum(1)
 
 
 def _feed_forward(params, x_SD, weight_S, expert_M, *, cfg: Config):

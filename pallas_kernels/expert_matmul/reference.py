@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.blocks import fitting
+from pallas_kernels.products import contract
 from pallas_kernels.quantize.reference import dequantize
 
 
@@ -16,8 +17,7 @@ def expert_matmul(x_MRD, codes_EFD, scales_EFG, expert_M, *, format):
         weight = next(planes) if format is None else dequantize(*planes, format=format, dtype=x.dtype)
         if weight.dtype != x.dtype:
             x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-        y = jnp.einsum("rd,fd->rf", x, weight, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-        return jnp.where(expert < 0, 0, y.astype(jnp.float32))
+        return jnp.where(expert < 0, 0, contract("rd,fd->rf", x, weight))
 
     tiles, at_once = expert_M.size, fitting(4 * codes_EFD.shape[1] * x_MRD.shape[2])
     if tiles <= at_once:

@@ -6,6 +6,7 @@ from jax import lax
 
 from pallas_kernels.block_max import reference as block_max
 from pallas_kernels.blocks import by_query_block, fitting
+from pallas_kernels.products import contract
 from pallas_kernels.quantize.reference import dequantize
 
 KEY_TILE = 8192  # keys scored at a time
@@ -76,6 +77,5 @@ def weighted_relu(subscripts: str, query_BTIJ, weight_BTI, codes, scales, *, for
     keys = codes if format is None else dequantize(codes, scales, format=format, dtype=query_BTIJ.dtype)
     if keys.dtype != query_BTIJ.dtype:
         query_BTIJ, keys = query_BTIJ.astype(jnp.float32), keys.astype(jnp.float32)
-    exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-    dots = jnp.einsum(subscripts, query_BTIJ, keys, **exact)
-    return jnp.einsum("btis,bti->bts", jax.nn.relu(dots), weight_BTI, **exact)
+    dots = contract(subscripts, query_BTIJ, keys)
+    return contract("btis,bti->bts", jax.nn.relu(dots), weight_BTI)

@@ -93,9 +93,9 @@ def attend_all(lesson: Lesson, window_BTW, entries: Packed, seen: Range):
 
 
 def _queries_at_once(lessons, window_BTW, rows):
-    """Bounds the scores of a block of queries over so many rows, the rows themselves if every query has its own."""
+    """Bounds the scores of a block of queries over so many rows, and the window rows that every query has to itself."""
     B, _, N, H = lessons[0].query_BTNH.shape
-    return fitting(4 * B * (window_BTW.shape[2] + rows) * max(N * len(lessons), H))
+    return fitting(4 * B * ((window_BTW.shape[2] + rows) * N * len(lessons) + window_BTW.shape[2] * H))
 
 
 def _blocks(fn, rows: int, lessons: list[Lesson], window_BTW, *arrays_BT):

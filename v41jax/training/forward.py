@@ -61,6 +61,7 @@ def run(
     *,
     cfg: Config,
     dense: bool = False,
+    teaches: bool = True,
     teacher: Teacher = "group",
     recall: bool = False,
     hidden: bool = False,
@@ -73,6 +74,7 @@ def run(
       documents: where the tokens stand.
       cfg: static.
       dense: attends to all visible entries, and the KL is over all of them; else over what the indexer selects.
+      teaches: measures the KL; else it is 0.
       teacher: "own": a source learns from its own layer; "group": from all layers that use its selection.
       recall: measures it.
       hidden: gathers what draft stages read.
@@ -88,7 +90,9 @@ def run(
         pupil, lessons = group[0].pupil, [taught.lesson for taught in group]
         lessons = lessons if teacher == "group" else lessons[:1]
         window_BTW, seen = documents.window_BTW(cfg.sliding_window), distill.entry_range(documents, ratio)
-        if dense:
+        if not teaches:
+            kl.append(jnp.float32(0))
+        elif dense:
             kl.append(distill.dense_kl(pupil, lessons, window_BTW, source.entries, seen).sum())
         else:
             entry_BTK = flow.selection.entry_BTK

@@ -16,8 +16,8 @@ from v41jax.training.data import Row, make_row
 
 NAMES = string.ascii_uppercase
 DIGITS = 5
-MOST_DOCUMENTS = 8  # a training row holds 1, 2, 4 or 8 documents
-TOKENS_A_KEY = 64  # a training document has at most one key in so many tokens
+MOST_DOCUMENTS = 64  # a training row holds 1, 2, 4, ... or so many documents
+TOKENS_A_KEY = 32  # a training document has at most one key in so many tokens
 
 
 class Passkey(NamedTuple):
@@ -104,9 +104,10 @@ class PasskeyTask:
         return self._rows
 
     def __getitem__(self, index: int) -> Row:
-        """Makes a training row: 1, 2, 4 or 8 documents of equal length, each with as many keys as it draws."""
+        """Makes a training row: 1, 2, 4, ... documents of equal length, each with as many keys as it draws."""
         draw = np.random.default_rng([self._seed, index])
-        counts = [n for n in (1, 2, 4, MOST_DOCUMENTS) if self._length(n) >= self.shortest]
+        powers = (1 << n for n in range(MOST_DOCUMENTS.bit_length()))
+        counts = [n for n in powers if self._length(n) >= self.shortest]
         count = int(draw.choice(counts))
         length = self._length(count)
         most = min(len(NAMES), max(1, length // TOKENS_A_KEY), length // self.shortest)

@@ -7,7 +7,7 @@ import types
 import typing
 from typing import Any, Literal
 
-Kind = Literal["warmup", "sparse", "drafts"]  # what a stage trains
+Kind = Literal["dense", "warmup", "sparse", "drafts"]  # what a stage trains
 
 
 def _require(ok: bool, message: str):
@@ -21,7 +21,8 @@ class Stage:
 
     name: str = "sparse"
     steps: int = 10
-    # warmup: indexers alone, on all visible entries; sparse: all of the backbone; drafts: draft stages alone
+    # dense: all of the backbone but its indexers, attention over all visible entries; warmup: indexers alone, taught by
+    # such attention; sparse: all of the backbone, attention over what indexers select; drafts: draft stages alone
     kind: Kind = "sparse"
     qat: bool = False  # rounds weights to FP8 and FP4 in the forward pass; caches are rounded in every stage
     learning_rate: float = 1e-3  # at its highest

@@ -84,7 +84,7 @@ def _step(state: TrainState, batch, *, cfg: Config, optimizer: optax.GradientTra
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
     train = trainable(state.params, stage=options.stage)
     params = jax.tree.map(lambda on, p, u: p + u.astype(p.dtype) if on else p, train, state.params, updates)
-    if isinstance(sums, Sums) and options.stage == "sparse" and not lora.is_adapted(params):
+    if options.stage in ("dense", "sparse") and not lora.is_adapted(params):
         params = balance_bias(params, sums.load_LE, step=options.bias_step)
     misplaced = jnp.any(packing.misplaced(batch["document_BT"], packing.multiple(cfg)))
     metrics = {**sums.metrics(), "gradient_norm": norm}
@@ -116,10 +116,10 @@ def total_gradients(params: Params, batch, *, cfg: Config, options: Options):
 
     def loss(params, batch):
         weights = weigh(params)
-        dense = options.stage == "warmup"
-        sums = forward.train_forward(weights, batch, cfg=cfg, dense=dense, teacher=options.teacher)
+        dense, teaches = options.stage in ("dense", "warmup"), options.stage != "dense"
+        sums = forward.train_forward(weights, batch, cfg=cfg, dense=dense, teaches=teaches, teacher=options.teacher)
         total = jnp.float32(options.kl_weight) * jnp.sum(sums.kl_S) / counts[1]
-        if not dense:
+        if options.stage != "warmup":
             total += sums.loss / counts[0] + jnp.float32(options.balance_weight) * sums.balance / counts[1]
         return total, sums
 
@@ -148,7 +148,7 @@ def trainable(params: Params, *, stage: str):
             return False
         if name.startswith("mtp.") != (stage == "drafts") or ".gate.bias" in name or not _is_float(leaf):
             return False
-        return stage != "warmup" or ".attn.indexer." in name
+        return stage not in ("dense", "warmup") or (".attn.indexer." in name) == (stage == "warmup")
 
     return jax.tree_util.tree_map_with_path(train, params)
 
