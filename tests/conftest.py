@@ -11,8 +11,8 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 WHOLE_MODELS = (
-    "test_properties.py", "test_golden.py", "test_generate.py", "test_training_forward.py", "test_finetune.py",
-    "test_draft_stage.py", "test_drafts.py", "test_evaluation.py", "test_training_step.py", "test_training_gradients.py",
+    "test_properties.py", "test_golden.py", "test_generate.py", "test_training_forward.py", "test_training_step.py",
+    "test_training_gradients.py", "test_finetune.py", "test_draft_stage.py", "test_drafts.py", "test_evaluation.py",
 )  # fmt: skip
 
 
