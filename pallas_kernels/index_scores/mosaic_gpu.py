@@ -3,7 +3,7 @@
 A row is up to 16 queries of one sequence; its work is the tiles of 64 keys up to the row's largest `visible`. All
 tiles of all rows are laid end to end and cut into one equal range for each multiprocessor, so ragged sequences
 balance. In its range a block of threads keeps the row's queries in shared memory, and each warpgroup walks over every
-sixth (fourth, third) tile on its own:
+fifth (fourth, third) tile on its own:
 
 1. Each thread copies its own keys' bytes, several tiles ahead, and reads only what it copied: no barrier is needed.
    Thread g of a quad owns the 16 bytes of scale group g of two keys, so one scale serves all of its values.
@@ -18,7 +18,7 @@ Blocks past the row's last tile get -inf by plain stores; no key of theirs is re
 T, block_size and the tile are, so block maxima equal the maxima of the scores to the bit.
 
 Cost: a key is 64 + 4 bytes, read once for each row (16 queries): 16.7 us for 1M keys at 4.3 TB/s. A
-query and key take 8192 FLOP. What limits it are the some 300 instructions of a warp for a tile.
+query and key take 8192 FLOP. What limits it are the some 222 instructions of a warp for a tile.
 """
 
 import jax
@@ -30,7 +30,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.index_scores import hopper_store, hopper_tile
 from pallas_kernels.index_scores.hopper_tile import CHANNELS, GROUP, HEADS, ROWS, TILE
 
-# warpgroups by queries per wgmma: 6 x 80, 4 x 128 or 3 x 168 registers a thread; stages: tiles in flight for each one
+# warpgroups by queries per wgmma: 5 x 96, 4 x 128 or 3 x 168 registers a thread; stages: slots of each, for tiles on
+# their way and the one in hand
 TUNING = {"hopper": {"blocks": 132, "warpgroups": {1: 5, 2: 4, 4: 3}, "stages": 2, "row": 16, "fill": 8192}}
 HOPPER = TUNING["hopper"]
 
