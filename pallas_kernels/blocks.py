@@ -6,6 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+BLOCK_BYTES = 2**28
+
+
+def fitting(nbytes: int) -> int:
+    """How many pieces of work that make so many bytes on the way may run at once: together BLOCK_BYTES, at least 1."""
+    return max(1, BLOCK_BYTES // max(1, nbytes))
+
 
 def by_query_block(fn: Callable, block: int, *arrays_BT):
     """Runs `fn` on blocks of query tokens one after another, so that what it makes inside is [B, block, ...].

@@ -210,7 +210,7 @@ def test_later_tokens_change_no_bit():
 def test_query_blocks_change_nothing(monkeypatch, block):
     call = layer(np.random.default_rng(7))
     whole, window = attend(call)
-    monkeypatch.setattr(reference, "QUERY_BLOCK", block)
+    monkeypatch.setattr(reference, "fitting", lambda nbytes: block)
     y, again = jax.jit(lambda call: attend_once(**call, first=jnp.asarray(0, jnp.int32), cfg=cfg))(call)
     np.testing.assert_array_equal(again.codes, window.codes)
     np.testing.assert_allclose(y, whole, rtol=0, atol=ATTEND_ATOL)  # products of other shapes sum in another order

@@ -41,6 +41,8 @@ REFUSED = [
     ({"engram_pad_token_id": 512}, "engram_pad_token_id=512 is not a token of the 512"),
     ({"dspark_target_layer_ids": ()}, "draft stages need dspark_target_layer_ids"),
     ({"dspark_noise_token_id": -1}, "dspark_noise_token_id=-1 is not a token of 512"),
+    ({"dspark_block_size": 0}, "dspark_block_size=0; a draft is 1 token or more"),
+    ({"dspark_target_layer_ids": (0, 8)}, r"dspark_target_layer_ids=\[0, 8\] names layer 0, which no layer feeds"),
     (
         {"compress_ratios": (0, 2, 2)},
         "compress_ratios lists 3 layers; it must list num_hidden_layers=9 and may list the 2 ",

@@ -15,7 +15,7 @@ LAYERS = [
     {"compressor", "indexer", "attention", "mhc", "moe", "engram"},
     {"model"},
     {"inference", "release"},
-    {"dspark", "checkpoint"},
+    {"drafts", "checkpoint"},
     {"generate", "training"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -111,7 +111,7 @@ def test_key_tiles_change_nothing(monkeypatch, tile, size):
 
     whole = run()
     monkeypatch.setattr(score_reference, "KEY_TILE", tile)
-    monkeypatch.setattr(score_reference, "QUERY_BLOCK", 2)
+    monkeypatch.setattr(score_reference, "fitting", lambda nbytes: 2)
     np.testing.assert_array_equal(run(), whole)
     np.testing.assert_array_equal(whole, oracle.block_max(np.array(scored(query, weight, keys)), visible, size))
 
@@ -318,7 +318,7 @@ def test_query_blocks_change_no_selection(monkeypatch, layer, block):
     inputs = indexer_inputs(np.random.default_rng(8), 7, 20)
     carried = run_select(inputs, None, SOURCE)
     whole = run_select(inputs, carried, layer)
-    monkeypatch.setattr(indexer, "QUERY_BLOCK", block)
+    monkeypatch.setattr(indexer, "fitting", lambda nbytes: block)
     jax.tree.map(np.testing.assert_array_equal, run_select(inputs, carried, layer), whole)
 
 

@@ -219,8 +219,8 @@ def test_batches_of_tiles_change_nothing(monkeypatch):
     x = normal(rng, 2, 10, D)
     whole, _ = run(params, x, own)
     for module, name, value in (
-        (reference, "TILES_AT_ONCE", 1),
-        (reference, "TILES_AT_ONCE", 5),
+        (reference, "fitting", lambda nbytes: 1),
+        (reference, "fitting", lambda nbytes: 5),
         (moe, "LARGEST_TILE", 1),
     ):
         monkeypatch.setattr(module, name, value)

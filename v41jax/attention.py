@@ -42,6 +42,25 @@ def query_latent(params, x_BTD, *, cfg: Config):
     return rms_norm(latent, params["q_norm"], cfg.rms_norm_eps)
 
 
+def queries(params, latent_BTR, position_BT, *, frequency, cfg: Config):
+    """Makes the rotated queries [B, T, N, H] of all heads from the low-rank query."""
+    query = project(latent_BTR, params["wq_b"], activation=cfg.formats.activation)
+    query = query.reshape(*query.shape[:-1], cfg.num_attention_heads, cfg.head_dim)
+    return rotate(query, position_BT[..., None], frequency)
+
+
+def window_latent(params, x_BTD, *, cfg: Config):
+    """Makes each token's window row [B, T, H], not yet rotated or rounded."""
+    return rms_norm(
+        project(x_BTD, params["wkv"], activation=cfg.formats.activation), params["kv_norm"], cfg.rms_norm_eps
+    )
+
+
+def output(params, out_BTNH, position_BT, *, frequency, cfg: Config):
+    """Rotates what the heads read back and projects it to [B, T, D]."""
+    return _project_out(params, unrotate(out_BTNH, position_BT[..., None], frequency), cfg=cfg)
+
+
 def attend(
     params,
     x_BTD,
@@ -70,21 +89,17 @@ def attend(
       [B, T, D] in x's dtype, and the ring with the new rows.
     Source: report 2.2; reference `Attention.forward`.
     """
-    act = cfg.formats.activation
-    N, H = cfg.num_attention_heads, cfg.head_dim
     position_BT = span.position_BT
-    query = project(latent_BTR, params["wq_b"], activation=act)
-    query = rotate(query.reshape(*query.shape[:-1], N, H), position_BT[..., None], frequency)
-    latent = rms_norm(project(x_BTD, params["wkv"], activation=act), params["kv_norm"], cfg.rms_norm_eps)
+    query = queries(params, latent_BTR, position_BT, frequency=frequency, cfg=cfg)
+    latent = window_latent(params, x_BTD, cfg=cfg)
     rows = quant.rotate_quantize(latent, turn(position_BT, frequency), cfg.formats.window)
     window, read, index_BTW = _window_rows(window, rows, span, held_B, first_B)
     out = gather_attention(
         query, params["attn_sink"], (read.codes, read.scales), index_BTW,
         None if entries is None else (entries.codes, entries.scales), entry_BTK,
-        scale=H**-0.5, window_format=read.format, entry_format=None if entries is None else entries.format,
+        scale=cfg.head_dim**-0.5, window_format=read.format, entry_format=None if entries is None else entries.format,
     )  # fmt: skip
-    out = unrotate(out, position_BT[..., None], frequency)
-    return _project_out(params, out, cfg=cfg), window
+    return output(params, out, position_BT, frequency=frequency, cfg=cfg), window
 
 
 def _window_rows(window: Packed, rows: Packed, span: Span, held_B, first_B):

@@ -45,6 +45,14 @@ class Span:
         """i32 entries each query sees: its own group counts once complete; 0 for padding."""
         return jnp.where(self.valid_BT, (self.position_BT + 1) // ratio, 0)
 
+    def first_BT(self, ratio: int) -> None:
+        """The first entry each query may see; None: entry 0. Packed documents (`training`) start further on."""
+        del ratio
+
+    @property
+    def reach_BT(self) -> None:
+        """Tokens that may be looked back on from each; None: all the state remembers."""
+
     def last(self, width: int):
         """Keeps the last `width` tokens of each row: the shorter span, and a function that crops arrays [B, T, ...]."""
         if width >= self.width:
@@ -103,32 +111,36 @@ def init_cache(cfg: Config, batch: int, capacity: int) -> Cache:
     if not least <= capacity <= 2**24:
         raise ValueError(f"capacity={capacity} tokens; legal are {least} (one group of every layer) to {2**24}")
 
-    def zeros(width: int, rows: int, format: str | None) -> Packed:
-        shapes = quant.abstract((batch, rows, width), format)
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
     pools = []
     for layer in cfg.kv_source_layer_ids:
         ratio = cfg.compress_ratios[layer]
         pools.append(
             EntryPool(
-                entries=zeros(cfg.head_dim, capacity // ratio, cfg.formats.entry),
-                keys=zeros(cfg.index_head_dim, capacity // ratio, cfg.formats.index),
+                entries=_empty(batch, capacity // ratio, cfg.head_dim, cfg.formats.entry),
+                keys=_empty(batch, capacity // ratio, cfg.index_head_dim, cfg.formats.index),
                 partial_kv=jnp.zeros((batch, ratio - 1, cfg.head_dim), jnp.float32),
                 partial_gate=jnp.zeros((batch, ratio - 1, cfg.head_dim), jnp.float32),
             )
         )
     history = cfg.engram_max_ngram_size - 1 if cfg.engram_layer_ids else 0
     return Cache(
-        windows=tuple(
-            zeros(cfg.head_dim, cfg.sliding_window, cfg.formats.window) for _ in range(cfg.num_hidden_layers)
-        ),
+        windows=tuple(empty_window(cfg, batch) for _ in range(cfg.num_hidden_layers)),
         pools=tuple(pools),
         ngram_BN=jnp.full((batch, history), -1, jnp.int32),
         length_B=jnp.zeros((batch,), jnp.int32),
         owed_B=jnp.zeros((batch,), jnp.int32),
         capacity=capacity,
     )
+
+
+def empty_window(cfg: Config, batch: int) -> Packed:
+    """Allocates one ring [B, W, H]."""
+    return _empty(batch, cfg.sliding_window, cfg.head_dim, cfg.formats.window)
+
+
+def _empty(batch: int, rows: int, width: int, format: str | None) -> Packed:
+    shapes = quant.abstract((batch, rows, width), format)
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
 def take_rows(array, index_BTK):

@@ -217,6 +217,8 @@ def _check_sizes(c: Config):
         require(bool(c.dspark_target_layer_ids), "draft stages need dspark_target_layer_ids")
         noise = c.dspark_noise_token_id
         require(0 <= noise < c.vocab_size, f"dspark_noise_token_id={noise} is not a token of {c.vocab_size}")
+        size = c.dspark_block_size
+        require(type(size) is int and size >= 1, f"dspark_block_size={size!r}; a draft is 1 token or more")
 
 
 def _check_schedule(c: Config):
@@ -233,6 +235,8 @@ def _check_schedule(c: Config):
         ids = getattr(c, name)
         require(list(ids) == sorted(set(ids)), f"{name}={list(ids)} must ascend without repeats")
         require(all(0 <= i < layers for i in ids), f"{name}={list(ids)} names a layer outside 0..{layers - 1}")
+    targets = list(c.dspark_target_layer_ids)
+    require(0 not in targets, f"dspark_target_layer_ids={targets} names layer 0, which no layer feeds; legal are 1 on")
     for i in c.kv_source_layer_ids:
         require(ratios[i] > 0, f"KV source {i} has compress ratio 0, so it has nothing to compress")
         require(

@@ -74,16 +74,22 @@ def token_map(tokenizer_file: str | pathlib.Path, cfg: Config) -> np.ndarray:
             f"{tokenizer_file} has {known} tokens; vocab_size={cfg.vocab_size} and "
             f"engram_pad_token_id={cfg.engram_pad_token_id} do not fit it"
         )
-    seen: dict[str, int] = {}
-    ids = [seen.setdefault(_normal_form(tokenizer, token), len(seen)) for token in range(known)]
+    ids = compressed_ids(tokenizer)
     out = np.full(cfg.vocab_size, ids[cfg.engram_pad_token_id], np.int32)
     out[:known] = ids
-    if len(seen) != cfg.engram_compressed_vocab_size:
+    if max(ids) + 1 != cfg.engram_compressed_vocab_size:
         raise ValueError(
-            f"{tokenizer_file} compresses to {len(seen)} ids, but engram_compressed_vocab_size="
+            f"{tokenizer_file} compresses to {max(ids) + 1} ids, but engram_compressed_vocab_size="
             f"{cfg.engram_compressed_vocab_size}; it is not the tokenizer this model was trained with"
         )
     return out
+
+
+def compressed_ids(tokenizer) -> list[int]:
+    """Numbers the tokens of a tokenizer by their normalised text, in order of first appearance: one id per token."""
+    seen: dict[str, int] = {}
+    known = tokenizer.get_vocab_size(with_added_tokens=True)
+    return [seen.setdefault(_normal_form(tokenizer, token), len(seen)) for token in range(known)]
 
 
 def _normal_form(tokenizer, token: int) -> str:
@@ -133,7 +139,7 @@ def remember(ngram_BN, id_BT, length_B):
     return jnp.take_along_axis(both, last, axis=1)
 
 
-def hash_rows(ngram_BN, id_BT, pad_id, *, table: int, cfg: Config):
+def hash_rows(ngram_BN, id_BT, pad_id, *, table: int, cfg: Config, reach_BT=None):
     """Hashes the n-grams that end at each position to table rows.
 
     Args:
@@ -141,6 +147,7 @@ def hash_rows(ngram_BN, id_BT, pad_id, *, table: int, cfg: Config):
       id_BT: i32 compressed ids; -1 is dead (padding, image span).
       pad_id: i32 compressed id that stands for everything from the first dead token back.
       table: which engram layer.
+      reach_BT: i32, older tokens than this many back are dead; None: there is no such limit.
     Returns:
       i32 [B, T, (N - 1) * heads], n-gram sizes ascending, heads inside. Exact 64-bit arithmetic.
     Source: reference `Engram.hash`.
@@ -153,6 +160,8 @@ def hash_rows(ngram_BN, id_BT, pad_id, *, table: int, cfg: Config):
     for back in range(N):
         ids = both[:, N - 1 - back : N - 1 - back + T]
         dead = dead | (ids < 0)
+        if reach_BT is not None:
+            dead = dead | (reach_BT < back)
         word = _multiply(jnp.where(dead, pad_id, ids).astype(jnp.uint32), int(tables.multiplier[table, back]))
         words.append(jax.tree.map(jnp.bitwise_xor, words[-1], word) if words else word)
     high_low = [jnp.stack(parts, axis=-1)[..., None] for parts in zip(*words[1:], strict=True)]

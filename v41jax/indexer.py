@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_max import block_max
-from pallas_kernels.blocks import by_query_block
+from pallas_kernels.blocks import by_query_block, fitting
 from pallas_kernels.index_scores import index_scores
 from pallas_kernels.masked_topk import masked_topk
 from pallas_kernels.pool_scores import pool_scores
@@ -23,7 +23,6 @@ from v41jax.quant import Packed
 from v41jax.rope import rotate, turn
 from v41jax.tree import ArraySpec, Specs
 
-QUERY_BLOCK = 512  # queries scored at a time: bounds their block maxima, [B, QUERY_BLOCK, entries / block size]
 FEW_BLOCKS = 512  # up to as many blocks every entry is scored and compared
 
 
@@ -53,9 +52,14 @@ def specs(cfg: Config, layer: LayerSpec) -> Specs:
     return out
 
 
+def index_key(params, latent_BGH, *, cfg: Config):
+    """Projects latents to index keys [B, G, J], not yet rotated or rounded."""
+    return rms_norm(project(latent_BGH, params["wk"]), params["k_norm"], cfg.rms_norm_eps)
+
+
 def index_keys(params, latent_BGH, position_BG, *, frequency, cfg: Config) -> Packed:
     """Makes one index key per entry from its latent before RoPE; all heads share it. Returns Packed [B, G, J]."""
-    key = rms_norm(project(latent_BGH, params["wk"]), params["k_norm"], cfg.rms_norm_eps)
+    key = index_key(params, latent_BGH, cfg=cfg)
     return quant.rotate_quantize(key, turn(position_BG, frequency), cfg.formats.index)
 
 
@@ -115,26 +119,36 @@ def select(params, x_BTD, latent_BTR, keys: Packed, carried: Selection | None, *
       the new Selection.
     Source: report 2.3.2; reference `Indexer`, with section 11's corrections 2 and 3.
     """
-    position_BT, visible_BT = span.position_BT, span.visible_BT(layer.ratio)
+    position_BT, visible_BT, first_BT = span.position_BT, span.visible_BT(layer.ratio), span.first_BT(layer.ratio)
     query_BTIJ, weight_BTI = index_queries(params, x_BTD, latent_BTR, position_BT, frequency=frequency, cfg=cfg)
     k = min(cfg.index_topk, keys.codes.shape[1])
     block_BTC = carried.block_BTC if carried is not None and layer.scores_candidates else None
 
-    def select_block(query, weight, visible, block):
+    def own(scores, first, width):
+        """Hides what stands before a document's first entry, which is the first of a block."""
+        if first is None:
+            return scores
+        position = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+        return jnp.where(position >= (first // width)[..., None], scores, -jnp.inf)
+
+    def select_block(query, weight, visible, block, first):
         if block is not None:
             return Selection(select_in_blocks(query, weight, keys, block, visible, k=k, cfg=cfg), block)
         size = cfg.candidate_block_size
         planes = (keys.codes, keys.scales, visible)
         if -(-keys.codes.shape[1] // size) <= max(k, FEW_BLOCKS):  # choosing blocks first would leave nothing out
-            scores = index_scores(query, weight, *planes, format=keys.format)
+            scores = own(index_scores(query, weight, *planes, format=keys.format), first, 1)
             entry = masked_topk(scores, visible, k=k)
             best = block_max(scores, visible, block_size=size) if layer.builds_candidates else None
         else:
-            best = index_scores(query, weight, *planes, format=keys.format, block_size=size)
+            best = own(index_scores(query, weight, *planes, format=keys.format, block_size=size), first, size)
             # The k best entries lie in the k best blocks (section 6), so no score of the others is ever needed again.
-            own = masked_topk(best, -(-visible // size), k=k)
-            entry = select_in_blocks(query, weight, keys, own, visible, k=k, cfg=cfg)
+            kept = masked_topk(best, -(-visible // size), k=k)
+            entry = select_in_blocks(query, weight, keys, kept, visible, k=k, cfg=cfg)
         block = candidate_blocks(best, visible, cfg=cfg) if layer.builds_candidates else None
         return Selection(entry, block)
 
-    return by_query_block(select_block, QUERY_BLOCK, query_BTIJ, weight_BTI, visible_BT, block_BTC)
+    B, entries = keys.codes.shape[:2]
+    blocks = -(-entries // cfg.candidate_block_size)
+    block = fitting(4 * B * (entries if blocks <= FEW_BLOCKS else blocks))  # bounds scores, or block maxima
+    return by_query_block(select_block, block, query_BTIJ, weight_BTI, visible_BT, block_BTC, first_BT)

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.expert_matmul import expert_matmul
+from pallas_kernels.products import contract
 from v41jax import quant
 from v41jax.quant import FORMATS, Packed
-
-HIGHEST = lax.Precision.HIGHEST  # else GPUs round float32 operands to TF32 and TPUs to bfloat16
 
 
 def project(x, weight, *, activation: str | None = None, dtype=None):
@@ -27,7 +26,8 @@ def project(x, weight, *, activation: str | None = None, dtype=None):
     if not isinstance(weight, Packed):
         if weight.dtype != x.dtype:
             x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-        return einsum("...i,oi->...o", x, weight, dtype=dtype)
+        y = contract("ti,oi->to", x.reshape(-1, x.shape[-1]), weight)
+        return y.reshape(*x.shape[:-1], y.shape[-1]).astype(dtype)
     rows = quant.fake_quantize(x, activation).reshape(1, -1, x.shape[-1])
     one = jax.tree.map(lambda plane: plane[None], weight)
     y = tile_project(rows, one, jnp.zeros((1,), jnp.int32))
@@ -49,12 +49,6 @@ def group_project(x_RGD, weight):
 def tile_project(x_MRD, weights: Packed, expert_M):
     """Multiplies tiles of rows by one weight each, of those stacked in `weights` [E, F, D]: f32 [M, R, F]."""
     return expert_matmul(x_MRD, weights.codes, weights.scales, expert_M, format=weights.format)
-
-
-def einsum(subscripts: str, *operands, dtype):
-    """Contracts in the operands' own precision, accumulates in float32, and rounds once to `dtype`."""
-    out = jnp.einsum(subscripts, *operands, precision=HIGHEST, preferred_element_type=jnp.float32)
-    return out.astype(dtype)
 
 
 def rms_norm(x, weight, eps: float):

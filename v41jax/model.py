@@ -172,15 +172,21 @@ def embed(params, ngram_BN, tokens_BT, *, span: Span, cfg: Config):
     Returns the Flow into layer 0 and the n-gram history after the call.
     """
     tokens_BT = jnp.where(span.valid_BT, tokens_BT, 0)
-    streams = jnp.repeat(params["embed"][tokens_BT][:, :, None], cfg.hc_mult, axis=2)
-    pre = jnp.zeros((*tokens_BT.shape, cfg.hc_mult), jnp.float32).at[..., 0].set(1)
+    streams, pre = look_up(params, tokens_BT, cfg=cfg)
     rows = ()
     if cfg.engram_layer_ids:
         ids, pad = params["token_map"][tokens_BT], params["token_map"][cfg.engram_pad_token_id]
         tables = range(len(cfg.engram_layer_ids))
-        rows = tuple(engram.hash_rows(ngram_BN, ids, pad, table=table, cfg=cfg) for table in tables)
+        reach = span.reach_BT
+        rows = tuple(engram.hash_rows(ngram_BN, ids, pad, table=t, cfg=cfg, reach_BT=reach) for t in tables)
         ngram_BN = engram.remember(ngram_BN, ids, span.length_B)
     return Flow(streams, pre, None, rows), ngram_BN
+
+
+def look_up(params, tokens_BT, *, cfg: Config):
+    """Looks up tokens; returns streams [B, T, Z, D], all alike, and the f32 mix [B, T, Z] that takes the first."""
+    streams = jnp.repeat(params["embed"][tokens_BT][:, :, None], cfg.hc_mult, axis=2)
+    return streams, jnp.zeros((*tokens_BT.shape, cfg.hc_mult), jnp.float32).at[..., 0].set(1)
 
 
 def run_layer(weights, flow: Flow, window: Packed, pool, *, span: Span, held_B, first_B, keeps: int, layer, cfg):
@@ -200,13 +206,18 @@ def run_layer(weights, flow: Flow, window: Packed, pool, *, span: Span, held_B, 
     span, flow, window, pool = run_attention(
         weights, flow, window, pool, span=span, held_B=held_B, first_B=first_B, keeps=keeps, layer=layer, cfg=cfg
     )
+    flow, routes, _ = run_moe(weights, flow, top=cfg.num_experts_per_tok, cfg=cfg)
+    return LayerRecord(span, flow, routes), window, pool
+
+
+def run_moe(weights, flow: Flow, *, top: int, cfg: Config):
+    """Runs the MoE half of a layer, `top` experts a token; returns the flow, the Routes, and the router's input."""
     streams = flow.streams_BTZD
     mix = mhc.mixes(weights, "ffn", streams, cfg=cfg)
     with jax.named_scope("moe"):
         x = rms_norm(mhc.collapse(flow.pre_BTZ, streams), weights["ffn_norm"], cfg.rms_norm_eps)
-        y, routes = moe.moe(weights["ffn"], x, top=cfg.num_experts_per_tok, cfg=cfg)
-    flow = dataclasses.replace(flow, streams_BTZD=mhc.expand(mix, y, streams), pre_BTZ=mix.pre)
-    return LayerRecord(span, flow, routes), window, pool
+        y, routes = moe.moe(weights["ffn"], x, top=top, cfg=cfg)
+    return dataclasses.replace(flow, streams_BTZD=mhc.expand(mix, y, streams), pre_BTZ=mix.pre), routes, x
 
 
 def run_attention(weights, flow: Flow, window: Packed, pool, *, span: Span, held_B, first_B, keeps: int, layer, cfg):
@@ -219,7 +230,7 @@ def run_attention(weights, flow: Flow, window: Packed, pool, *, span: Span, held
         pool = append(weights, flow, pool, span=span, layer=layer, cfg=cfg)
     span, crop = span.last(keeps)
     flow = crop(flow)
-    streams, x = _enter(weights, flow, layer=layer, cfg=cfg)
+    streams, x = enter(weights, flow, layer=layer, cfg=cfg)
 
     mix = mhc.mixes(weights, "attn", streams, cfg=cfg)
     with jax.named_scope(f"attention_{layer.role.value}"):
@@ -242,7 +253,7 @@ def run_attention(weights, flow: Flow, window: Packed, pool, *, span: Span, held
     return span, Flow(streams, mix.pre, selection, flow.engram_rows), window, pool
 
 
-def _enter(weights, flow: Flow, *, layer: LayerSpec, cfg: Config):
+def enter(weights, flow: Flow, *, layer: LayerSpec, cfg: Config):
     """Adds the layer's n-gram memory; returns streams and, collapsed and normalised, attention's input [B, T, D]."""
     streams = flow.streams_BTZD
     if layer.engram is not None:
@@ -253,7 +264,7 @@ def _enter(weights, flow: Flow, *, layer: LayerSpec, cfg: Config):
 
 def append(weights, flow: Flow, pool, *, span: Span, layer: LayerSpec, cfg: Config) -> EntryPool:
     """Compresses the call's tokens at a KV source and appends the entries and index keys of completed groups."""
-    _, x = _enter(weights, flow, layer=layer, cfg=cfg)
+    _, x = enter(weights, flow, layer=layer, cfg=cfg)
     weights = weights["attn"]
     with jax.named_scope("compress"):
         latent, count_B, pool = compressor.compress(
@@ -268,11 +279,15 @@ def append(weights, flow: Flow, pool, *, span: Span, layer: LayerSpec, cfg: Conf
         return append_entries(pool, entries, keys, first_B, count_B)
 
 
+def leave(params, streams_BTZD, pre_BTZ, *, cfg: Config):
+    """Collapses the streams that leave the last layer to the input of the head [B, T, D]."""
+    return rms_norm(mhc.collapse(pre_BTZ, streams_BTZD), params["norm"], cfg.rms_norm_eps)
+
+
 def _logits(params, flow: Flow, span: Span, *, read: str, cfg: Config):
     streams, pre = flow.streams_BTZD, flow.pre_BTZ
     if read == "last":
         last_B1 = jnp.maximum(span.length_B - 1, 0)[:, None]
         streams, pre = take_rows((streams, pre), last_B1)
-    x = rms_norm(mhc.collapse(pre, streams), params["norm"], cfg.rms_norm_eps)
-    logits = project(x, params["head"], dtype=jnp.float32)
+    logits = project(leave(params, streams, pre, cfg=cfg), params["head"], dtype=jnp.float32)
     return logits[:, 0] if read == "last" else logits

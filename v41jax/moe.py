@@ -4,6 +4,7 @@ Each token's choices are sorted by expert and laid out in tiles of rows that sha
 weights of its expert; the work follows the number of rows, and no expert is touched that no tile needs.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -57,25 +58,33 @@ def route(params, x_TD, *, top: int, cfg: Config) -> Routes:
 
     Source: reference `Gate`.
     """
-    logits = project(x_TD, params["weight"], dtype=jnp.float32) / jnp.float32(cfg.gate_temp)
-    return choose(logits, params["bias"], top=top, cfg=cfg)
+    return choose(router_logits(params, x_TD, cfg=cfg), params["bias"], top=top, cfg=cfg)
+
+
+def router_logits(params, x_TD, *, cfg: Config):
+    """Projects to f32 [..., E], divided by the temperature."""
+    return project(x_TD, params["weight"], dtype=jnp.float32) / jnp.float32(cfg.gate_temp)
 
 
 def choose(logits_TE, bias_E, *, top: int, cfg: Config) -> Routes:
     """Scores router logits and picks; see `route`."""
-    if cfg.scoring_func == "sqrtsoftplus":
-        # Far below 0 softplus is exp, and underflows where the root's gradient would be NaN: take exp's root there.
-        low = logits_TE < -30
-        scores = jnp.where(low, jnp.exp(logits_TE / 2), jnp.sqrt(jax.nn.softplus(jnp.where(low, -30.0, logits_TE))))
-    elif cfg.scoring_func == "sigmoid":
-        scores = jax.nn.sigmoid(logits_TE)
-    else:
-        scores = jax.nn.softmax(logits_TE, axis=-1)
+    scores = score(logits_TE, cfg=cfg)
     _, expert = lax.top_k(scores + bias_E, top)
     weight = jnp.take_along_axis(scores, expert, axis=-1)
     if top > 1 and cfg.norm_topk_prob:
         weight = weight / (weight.sum(-1, keepdims=True) + jnp.float32(1e-20))
     return Routes(expert.astype(jnp.int32), weight * jnp.float32(cfg.routed_scaling_factor))
+
+
+def score(logits_TE, *, cfg: Config):
+    """Turns router logits into the scores of experts, f32, 0 or more."""
+    if cfg.scoring_func == "sqrtsoftplus":
+        # Far below 0 softplus is exp, and underflows where the root's gradient would be NaN: take exp's root there.
+        low = logits_TE < -30
+        return jnp.where(low, jnp.exp(logits_TE / 2), jnp.sqrt(jax.nn.softplus(jnp.where(low, -30.0, logits_TE))))
+    if cfg.scoring_func == "sigmoid":
+        return jax.nn.sigmoid(logits_TE)
+    return jax.nn.softmax(logits_TE, axis=-1)
 
 
 def moe(params, x_BTD, *, top: int, cfg: Config):
@@ -111,7 +120,7 @@ def sort_to_tiles(expert_N, *, experts: int, tile: int) -> Tiles:
     N = expert_N.size
     tiles = min(N, N // tile + experts)
     order_N = jnp.argsort(expert_N, stable=True).astype(jnp.int32)
-    count_E = jnp.zeros((experts,), jnp.int32).at[expert_N].add(1)
+    count_E = jnp.sum(expert_N[:, None] == jnp.arange(experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
     tiles_E = lax.div(count_E + (tile - 1), jnp.int32(tile))
     end_E = jnp.cumsum(tiles_E, dtype=jnp.int32)
     first_row_E = jnp.cumsum(count_E, dtype=jnp.int32) - count_E
@@ -131,10 +140,37 @@ def _routed(params, x_TD, routes: Routes, *, cfg: Config):
     experts = jax.tree.leaves(params)[0].shape[0]
     tile = tile_rows(tokens * top, experts)
     tiles = sort_to_tiles(routes.expert.reshape(-1), experts=experts, tile=tile)
-    x_SD = x_TD.at[lax.div(tiles.source_S, jnp.int32(top))].get(mode="fill", fill_value=0)
-    weight_S = routes.weight.reshape(-1).at[tiles.source_S].get(mode="fill", fill_value=0)
+    x_SD = _to_slots(x_TD, tiles, top)
+    weight_S = _to_slots(routes.weight.reshape(-1), tiles, 1)
     y_SD = _feed_forward(params, x_SD, weight_S, tiles.expert_M, cfg=cfg)
-    return y_SD[tiles.slot_N].reshape(tokens, top, -1).sum(1)
+    return _from_slots(y_SD, tiles).reshape(tokens, top, -1).sum(1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _to_slots(x_T, tiles: Tiles, top: int):
+    """Puts rows, each `top` times, where they stand sorted; 0 in empty slots. Its gradient gathers, it adds nowhere."""
+    return x_T.at[lax.div(tiles.source_S, jnp.int32(top))].get(mode="fill", fill_value=0)
+
+
+def _to_slots_backward(top: int, tiles: Tiles, cotangent_S):
+    rows = cotangent_S[tiles.slot_N]
+    return rows.reshape(-1, top, *rows.shape[1:]).sum(1, dtype=jnp.float32).astype(rows.dtype), None
+
+
+_to_slots.defvjp(lambda x_T, tiles, top: (_to_slots(x_T, tiles, top), tiles), _to_slots_backward)
+
+
+@jax.custom_vjp
+def _from_slots(y_S, tiles: Tiles):
+    """Takes the sorted rows back in the order of the routes; its gradient gathers too."""
+    return y_S[tiles.slot_N]
+
+
+def _from_slots_backward(tiles: Tiles, cotangent_N):
+    return cotangent_N.at[tiles.source_S].get(mode="fill", fill_value=0), None
+
+
+_from_slots.defvjp(lambda y_S, tiles: (_from_slots(y_S, tiles), tiles), _from_slots_backward)
 
 
 def _feed_forward(params, x_SD, weight_S, expert_M, *, cfg: Config):

@@ -1,12 +1,12 @@
-"""Take each tile's expert, dequantise, multiply: TILES_AT_ONCE tiles at a time, which bounds what is dequantised."""
+"""Take each tile's expert, dequantise, multiply: as many tiles at a time as bounds what is dequantised."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.blocks import fitting
+from pallas_kernels.products import contract
 from pallas_kernels.quantize.reference import dequantize
-
-TILES_AT_ONCE = 8
 
 
 def expert_matmul(x_MRD, codes_EFD, scales_EFG, expert_M, *, format):
@@ -17,14 +17,13 @@ def expert_matmul(x_MRD, codes_EFD, scales_EFG, expert_M, *, format):
         weight = next(planes) if format is None else dequantize(*planes, format=format, dtype=x.dtype)
         if weight.dtype != x.dtype:
             x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-        y = jnp.einsum("rd,fd->rf", x, weight, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-        return jnp.where(expert < 0, 0, y.astype(jnp.float32))
+        return jnp.where(expert < 0, 0, contract("rd,fd->rf", x, weight))
 
-    tiles = expert_M.size
-    if tiles <= TILES_AT_ONCE:
+    tiles, at_once = expert_M.size, fitting(4 * codes_EFD.shape[1] * x_MRD.shape[2])
+    if tiles <= at_once:
         return jax.vmap(multiply)(x_MRD, expert_M)
-    extra = -tiles % TILES_AT_ONCE
-    x_MRD = jnp.pad(x_MRD, ((0, extra), (0, 0), (0, 0))).reshape(-1, TILES_AT_ONCE, *x_MRD.shape[1:])
-    expert_M = jnp.pad(expert_M, (0, extra), constant_values=-1).reshape(-1, TILES_AT_ONCE)
+    extra = -tiles % at_once
+    x_MRD = jnp.pad(x_MRD, ((0, extra), (0, 0), (0, 0))).reshape(-1, at_once, *x_MRD.shape[1:])
+    expert_M = jnp.pad(expert_M, (0, extra), constant_values=-1).reshape(-1, at_once)
     y = lax.map(lambda batch: jax.vmap(multiply)(*batch), (x_MRD, expert_M))
     return y.reshape(-1, *y.shape[2:])[:tiles]

@@ -1,18 +1,20 @@
-"""Backward pass: recompute the weights of QUERY_BLOCK queries at a time, scatter-add what falls on their rows.
+"""Backward pass: recompute the weights of some queries at a time, scatter-add what falls on their rows.
 
 A row is key and value at once, so it receives scale * dscore * query and weight * cotangent, summed over heads. That
 goes to the latent it was quantised from or, where no latents are given and rows are plain floats, to the row itself.
 
-Queries add to the rows one after another: XLA's scatter-add on GPU adds repeated indices in any order, so one scatter
-holds each row at most once, and the same call gives the same bits.
+XLA's scatter-add on GPU adds repeated indices in any order. There the sums are made of integers, whose order does not
+matter, so that the same call gives the same bits.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.gather_attention.reference import EXACT, QUERY_BLOCK, gather
+from pallas_kernels.gather_attention.reference import EXACT, gather, queries_at_once
 
 
 def gather_attention(static, arrays, cotangent_BTNH):
@@ -33,8 +35,9 @@ def gather_attention(static, arrays, cotangent_BTNH):
 
     sums = [None if r is None else jnp.zeros(r.shape, jnp.float32) for r in receivers]
     sums = (jnp.zeros(sink_N.shape, jnp.float32), *sums)
-    blocks = [_split(query_BTNH, 0), _split(cotangent_BTNH, 0), _split(window_index, -1)]
-    blocks.append(None if entries is None else _split(entry_index, -1))
+    block = min(queries_at_once(query_BTNH, window_index, entry_index), max(1, query_BTNH.shape[1]))
+    blocks = [_split(query_BTNH, block, 0), _split(cotangent_BTNH, block, 0), _split(window_index, block, -1)]
+    blocks.append(None if entries is None else _split(entry_index, block, -1))
     (d_sink, *row_sums), d_query = lax.scan(step, sums, tuple(blocks))
 
     zeros = jax.tree.map(_zeros, arrays)
@@ -78,26 +81,40 @@ def _sink_attention(query_BTNH, rows_BTKH, valid_BTK, sink_N, cotangent_BTNH, sc
 
 def _add_rows(total_BSH, index_BTK, rows_BTKH):
     """Adds each query's rows where they belong; None is no sum."""
-    if total_BSH is None or rows_BTKH.shape[2] == 0:
+    if total_BSH is None or rows_BTKH.size == 0:
         return total_BSH
-    B, _, K = index_BTK.shape
-    # What a query repeats has equal shares, so the first stands for all of them.
-    same = index_BTK[..., :, None] == index_BTK[..., None, :]
-    repeated = (same & np.tri(K, k=-1, dtype=bool)).any(-1)
-    rows_BTKH *= same.sum(-1, dtype=jnp.int32).astype(jnp.float32)[..., None]
-    index_BTK = jnp.where((index_BTK < 0) | repeated, total_BSH.shape[1], index_BTK)
-    batch = jnp.arange(B, dtype=jnp.int32)[:, None]
+    index_BTK = jnp.where(index_BTK < 0, total_BSH.shape[1], index_BTK)
+    batch = jnp.arange(index_BTK.shape[0], dtype=jnp.int32)[:, None, None]
 
-    def add(total, query):
-        index_BK, rows_BKH = query
-        return total.at[batch, index_BK].add(rows_BKH, mode="drop"), None
+    def add(rows):
+        return jnp.zeros(total_BSH.shape, rows.dtype).at[batch, index_BTK].add(rows, mode="drop")
 
-    return lax.scan(add, total_BSH, (jnp.moveaxis(index_BTK, 1, 0), jnp.moveaxis(rows_BTKH, 1, 0)))[0]
+    return total_BSH + lax.platform_dependent(
+        rows_BTKH, cuda=functools.partial(add_in_any_order, add), default=add
+    ).astype(total_BSH.dtype)
 
 
-def _split(a, fill):
+def add_in_any_order(add, rows_BTKH):
+    """Makes the sums of `add` from sums of integers: exact to 2^-30 of the largest row, or NaN if one is not finite.
+
+    A row is cut into parts of `bits` bits, few enough that as many as there are rows add up below 2^31.
+    """
+    _, T, K, _ = rows_BTKH.shape
+    bits = 30 - (T * K - 1).bit_length()
+    top = jnp.max(jnp.abs(rows_BTKH))
+    finite = jnp.isfinite(top)
+    _, exponent = jnp.frexp(jnp.where(finite, top, 0))
+    unit = jnp.exp2(jnp.maximum(exponent - bits, -126).astype(jnp.float32))
+    rest, total = jnp.where(finite, rows_BTKH, 0) / unit, 0
+    for part in range(-(-30 // bits)):
+        whole = jnp.round(rest)
+        total += add(whole.astype(jnp.int32)).astype(jnp.float32) * jnp.float32(2.0 ** (-bits * part))
+        rest = (rest - whole) * jnp.float32(2.0**bits)
+    return jnp.where(finite, total * unit, jnp.nan)
+
+
+def _split(a, block, fill):
     """Cuts the query axis into leading blocks; queries that fill the last one attend to nothing."""
-    block = max(1, min(QUERY_BLOCK, a.shape[1]))
     blocks = -(-a.shape[1] // block)
     a = jnp.pad(a, [(0, 0), (0, blocks * block - a.shape[1])] + [(0, 0)] * (a.ndim - 2), constant_values=fill)
     return jnp.moveaxis(a.reshape(a.shape[0], blocks, block, *a.shape[2:]), 1, 0)

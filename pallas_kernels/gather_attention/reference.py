@@ -1,12 +1,11 @@
-"""Gather packed rows, dequantise, two einsums around a softmax, QUERY_BLOCK queries at a time."""
+"""Gather packed rows, dequantise, two einsums around a softmax, some queries at a time."""
 
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import by_query_block
+from pallas_kernels.blocks import by_query_block, fitting
 from pallas_kernels.quantize.reference import dequantize
 
-QUERY_BLOCK = 32  # queries whose rows are dequantised at a time: bounds [B, QUERY_BLOCK, W + K, H]
 EXACT = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
 
 
@@ -19,7 +18,14 @@ def gather_attention(
         rows, valid = gather(window, entries, *index, window_format, entry_format, query.dtype)
         return sink_attention(query, rows, valid, sink_N, scale=scale)
 
-    return by_query_block(attend, QUERY_BLOCK, query_BTNH, window_index_BTW, entry_index_BTK)
+    block = queries_at_once(query_BTNH, window_index_BTW, entry_index_BTK)
+    return by_query_block(attend, block, query_BTNH, window_index_BTW, entry_index_BTK)
+
+
+def queries_at_once(query_BTNH, *index):
+    """Bounds the rows of a block of queries in float32."""
+    B, _, _, H = query_BTNH.shape
+    return fitting(4 * B * H * sum(0 if one is None else one.shape[2] for one in index))
 
 
 def sink_attention(query_BTNH, rows_BTKH, valid_BTK, sink_N, *, scale: float):

@@ -1,14 +1,14 @@
-"""Dequantise a tile of keys, one einsum a tile, mask, block maxima: [B, QUERY_BLOCK, I, KEY_TILE] at a time."""
+"""Dequantise a tile of keys, one einsum a tile, mask, block maxima: some queries, KEY_TILE keys at a time."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.block_max import reference as block_max
-from pallas_kernels.blocks import by_query_block
+from pallas_kernels.blocks import by_query_block, fitting
+from pallas_kernels.products import contract
 from pallas_kernels.quantize.reference import dequantize
 
-QUERY_BLOCK = 32  # queries scored at a time
 KEY_TILE = 8192  # keys scored at a time
 
 
@@ -18,7 +18,13 @@ def index_scores(query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, visible_BT, *, f
     def score(query, weight, visible):
         return _score_tiles(query, weight, codes_BSJ, scales_BSG, visible, format=format, block_size=block_size)
 
-    return by_query_block(score, QUERY_BLOCK, query_BTIJ, weight_BTI, visible_BT)
+    return by_query_block(score, _queries_at_once(query_BTIJ, codes_BSJ), query_BTIJ, weight_BTI, visible_BT)
+
+
+def _queries_at_once(query_BTIJ, codes_BSJ):
+    """Bounds the products of a block of queries with a tile of keys."""
+    B, _, heads, _ = query_BTIJ.shape
+    return fitting(4 * B * heads * min(codes_BSJ.shape[1], KEY_TILE))
 
 
 def _score_tiles(query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, visible_BT, *, format, block_size: int):
@@ -63,7 +69,7 @@ def count_nans(query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, visible_BT, *, for
 
         return lax.fori_loop(jnp.int32(0), jnp.int32(-(-S // tile)), add, jnp.zeros(visible.shape, jnp.int32))
 
-    return by_query_block(count, QUERY_BLOCK, query_BTIJ, weight_BTI, visible_BT)
+    return by_query_block(count, _queries_at_once(query_BTIJ, codes_BSJ), query_BTIJ, weight_BTI, visible_BT)
 
 
 def weighted_relu(subscripts: str, query_BTIJ, weight_BTI, codes, scales, *, format):
@@ -71,6 +77,5 @@ def weighted_relu(subscripts: str, query_BTIJ, weight_BTI, codes, scales, *, for
     keys = codes if format is None else dequantize(codes, scales, format=format, dtype=query_BTIJ.dtype)
     if keys.dtype != query_BTIJ.dtype:
         query_BTIJ, keys = query_BTIJ.astype(jnp.float32), keys.astype(jnp.float32)
-    exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-    dots = jnp.einsum(subscripts, query_BTIJ, keys, **exact)
-    return jnp.einsum("btis,bti->bts", jax.nn.relu(dots), weight_BTI, **exact)
+    dots = contract(subscripts, query_BTIJ, keys)
+    return contract("btis,bti->bts", jax.nn.relu(dots), weight_BTI)

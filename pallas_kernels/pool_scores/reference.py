@@ -2,10 +2,8 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import by_query_block
+from pallas_kernels.blocks import by_query_block, fitting
 from pallas_kernels.index_scores.reference import weighted_relu
-
-QUERY_BLOCK = 32  # queries whose keys are dequantised at a time
 
 
 def pool_scores(query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, block_BTC, visible_BT, *, format, block_size: int):
@@ -15,7 +13,14 @@ def pool_scores(query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, block_BTC, visibl
         scores, seen = _score_pool(codes_BSJ, scales_BSG, *queries, format=format, block_size=block_size)
         return jnp.where(seen & ~jnp.isnan(scores), scores, -jnp.inf)
 
-    return by_query_block(score, QUERY_BLOCK, query_BTIJ, weight_BTI, block_BTC, visible_BT)
+    block = _queries_at_once(query_BTIJ, block_BTC, block_size)
+    return by_query_block(score, block, query_BTIJ, weight_BTI, block_BTC, visible_BT)
+
+
+def _queries_at_once(query_BTIJ, block_BTC, block_size):
+    """Bounds the keys of a block of queries in float32, and their products."""
+    B, _, heads, channels = query_BTIJ.shape
+    return fitting(4 * B * block_BTC.shape[2] * block_size * (heads + channels))
 
 
 def count_nans(query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, block_BTC, visible_BT, *, format, block_size: int):
@@ -25,7 +30,8 @@ def count_nans(query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, block_BTC, visible
         scores, seen = _score_pool(codes_BSJ, scales_BSG, *queries, format=format, block_size=block_size)
         return (seen & jnp.isnan(scores)).sum(-1, dtype=jnp.int32)
 
-    return by_query_block(count, QUERY_BLOCK, query_BTIJ, weight_BTI, block_BTC, visible_BT)
+    block = _queries_at_once(query_BTIJ, block_BTC, block_size)
+    return by_query_block(count, block, query_BTIJ, weight_BTI, block_BTC, visible_BT)
 
 
 def _score_pool(codes_BSJ, scales_BSG, query_BTIJ, weight_BTI, block_BTC, visible_BT, *, format, block_size: int):
