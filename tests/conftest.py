@@ -1,12 +1,14 @@
 """Eight virtual CPU devices, strict dtype promotion, and no x64, before jax starts."""
 
 import os
+import shutil
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
+from checkpoint_files import PACKED
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -27,3 +29,9 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the FP8 and FP4 checkpoint, to edit."""
+    return shutil.copytree(PACKED, tmp_path / "copy")
