@@ -15,7 +15,7 @@ from v41jax import config, config_json, engram, load_checkpoint, model, quant, t
 from v41jax.assets import BUILT_IN
 from v41jax.quant import Packed
 from v41jax.release import TOKENIZER
-from v41jax.training import export, progress
+from v41jax.training import export, finetune, progress
 from v41jax.training.settings import Settings, Stage, from_dict, read_settings, to_dict
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -54,6 +54,9 @@ def test_settings_survive_toml_and_json(tmp_path):
         ("[[stages]]\nsteps = 0", "steps=0 is too small"),
         ("[[stages]]\nsteps = 5\ndecay_steps = 6", "a schedule of 6 steps exceeds steps=5"),
         ("[[stages]]\nlearning_rate = 0", "learning_rate=0.0 must be over 0"),
+        ("micro_batches = 2\n[[stages]]\nbatch_size = 3", "batch_size=3 is not a multiple of micro_batches=2"),
+        ("[[stages]]\nrow_length = 1", "stage 'sparse': row_length=1; it must be 2 or more"),
+        ("[[stages]]\nbatch_size = -1", "stage 'sparse': batch_size=-1; it must be 0, for the run's, or more"),
         ("batch_size = ", "settings.toml is not TOML: "),
     ],
 )
@@ -68,6 +71,17 @@ def test_settings_that_cannot_be_are_refused_in_one_sentence(tmp_path, text, mes
 def test_a_settings_file_that_is_missing_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"absent\.toml cannot be read: No such file"):
         read_settings(tmp_path / "absent.toml")
+
+
+def test_a_stage_may_have_rows_of_its_own(tmp_path, two_layers):
+    stages = Stage(name="short", row_length=64, batch_size=6), Stage(name="long")
+    settings = Settings(row_length=128, batch_size=2, stages=stages)
+    start = finetune.load_start(two_layers, seed=0)
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n" * 200)
+    text = finetune.load_corpus(start, (str(tmp_path / "text.txt"),), held_out=False, cache=tmp_path)
+    for stage, shape in zip(stages, ((6, 64), (2, 128)), strict=True):
+        batch = next(finetune.make_batches(start, text, stage, settings=settings))
+        assert batch["tokens_BT"].shape == shape
 
 
 # ---- progress

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import random
@@ -29,7 +30,11 @@ SETTINGS = Settings(
     row_length=ROW,
     batch_size=2,
     save_every=3,
-    stages=(Stage(name="one", steps=7), Stage(name="two", steps=8, learning_rate=3e-3), Stage(name="three", steps=3)),
+    stages=(
+        Stage(name="one", steps=7),
+        Stage(name="two", steps=8, learning_rate=3e-3),
+        Stage(name="three", steps=3, row_length=2 * ROW),
+    ),
 )
 MODEL = {"vocabulary": VOCABULARY, "layers": [1, 2]}
 
@@ -65,11 +70,6 @@ def make_step(learning_rate: float):
     return optimizer, step
 
 
-def begin(stage: Stage, params):
-    optimizer, step = make_step(stage.learning_rate)
-    return Toy(params, optimizer.init(params), jax.random.key(7)), step
-
-
 class Slow:
     """Batches that take a moment, so that a kill has something to hit."""
 
@@ -86,12 +86,16 @@ class Slow:
 
 def run(output: pathlib.Path, *, settings=SETTINGS, model=MODEL, seconds=0.0):
     tokens_N = np.random.default_rng(0).integers(VOCABULARY, size=400, dtype=np.int32)
-    rows = data.PackedRows(corpus.Corpus(tokens_N=tokens_N, start_K=np.array([0, 90, 130, 400])), ROW)
-    batches = data.train_batches([(rows, 1.0)], batch_size=settings.batch_size, seed=settings.seed)
+    text = corpus.Corpus(tokens_N=tokens_N, start_K=np.array([0, 90, 130, 400]))
+    rows = {length: data.PackedRows(text, length) for length in (ROW, 2 * ROW)}
     params = {"table": jnp.zeros((VOCABULARY, VOCABULARY))}
-    return train(
-        begin, params, Slow(batches, seconds), settings=settings, model=model, output=output, tensorboard=False
-    )
+
+    def begin(stage: Stage, params):
+        optimizer, step = make_step(stage.learning_rate)
+        batches = data.train_batches([(rows[settings.rows(stage)[0]], 1.0)], batch_size=2, seed=settings.seed)
+        return Toy(params, optimizer.init(params), jax.random.key(7)), step, Slow(batches, seconds)
+
+    return train(begin, params, settings=settings, model=model, output=output, tensorboard=False)
 
 
 def losses(output):
@@ -126,10 +130,11 @@ class Killed(Exception):
 
 @pytest.mark.parametrize("stop", [2, 3, 7, 8, 15, 17])
 def test_a_run_stopped_before_any_step_continues_bit_for_bit(whole, tmp_path, monkeypatch, stop):
+    numbers = itertools.count()  # of batches, over all stages
+
     class Stops(Slow):
         def __next__(self):
-            self.left = getattr(self, "left", stop) - 1
-            if self.left < 0:
+            if next(numbers) == stop:
                 raise Killed
             return super().__next__()
 

@@ -56,10 +56,11 @@ def load_corpus(start: Start, paths: tuple[str, ...], *, held_out: bool, cache: 
     return corpus.built_in(start.tokenizer, held_out=held_out, cfg=start.cfg, cache=cache)
 
 
-def make_batches(start: Start, settings: Settings, *, cache: pathlib.Path) -> grain.DatasetIterator:
-    """Packs the training text, mixes passkeys in, and shares rows among hosts."""
-    text = load_corpus(start, settings.text, held_out=False, cache=cache)
-    share, length, multiple = settings.passkey_share, settings.row_length, packing.multiple(start.cfg)
+def make_batches(start: Start, text: Corpus, stage: Stage, *, settings: Settings) -> grain.DatasetIterator:
+    """Packs the training text into the rows of a stage, mixes passkeys in, and shares rows among hosts."""
+    share, multiple = settings.passkey_share, packing.multiple(start.cfg)
+    length, batch_size = settings.rows(stage)
+    seed = settings.seed + settings.stages.index(stage)  # no stage begins with the rows of the one before
     sources: list[tuple[data.RowSource, float]] = []
     if share < 1:
         sources.append((data.PackedRows(text, length, multiple=multiple), 1 - share))
@@ -67,21 +68,11 @@ def make_batches(start: Start, settings: Settings, *, cache: pathlib.Path) -> gr
         if start.tokenizer is None:
             raise ValueError(f"passkey_share={share} needs a {TOKENIZER} in {start.directory}; set it to 0")
         task = PasskeyTask(
-            text,
-            start.tokenizer,
-            cfg=start.cfg,
-            row_length=length,
-            rows=ROWS_A_PASS,
-            seed=settings.seed,
-            multiple=multiple,
+            text, start.tokenizer, cfg=start.cfg, row_length=length, rows=ROWS_A_PASS, seed=seed, multiple=multiple
         )
         sources.append((task, share))
     return data.train_batches(
-        sources,
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-        host=jax.process_index(),
-        hosts=jax.process_count(),
+        sources, batch_size=batch_size, seed=seed, host=jax.process_index(), hosts=jax.process_count()
     )
 
 
@@ -122,9 +113,14 @@ def finetune(start: Start, settings: Settings, *, output: pathlib.Path, tensorbo
                 f"stage {stage.name!r} trains drafts, but {start.directory} has num_nextn_predict_layers=0; leave the"
                 " stage out, or start from a config with 1 or more"
             )
-    batches = make_batches(start, settings, cache=output / "data")
-    begin = functools.partial(begin_stage, settings=settings, cfg=start.cfg)
+    text = load_corpus(start, settings.text, held_out=False, cache=output / "data")
+    for stage in settings.stages:  # what cannot be packed is refused before the first step
+        make_batches(start, text, stage, settings=settings)
     save = functools.partial(save_model, start=start)
+
+    def begin(stage: Stage, params: model.Params):
+        batches = make_batches(start, text, stage, settings=settings)
+        return *begin_stage(stage, params, settings=settings, cfg=start.cfg), batches
 
     def end_stage(stage: Stage, params: model.Params) -> None:
         path = output / "stages" / stage.name
@@ -134,7 +130,6 @@ def finetune(start: Start, settings: Settings, *, output: pathlib.Path, tensorbo
     params = loop.train(
         begin,
         start.params,
-        batches,
         settings=settings,
         model=config_json.to_json(start.cfg),
         output=output,

@@ -24,7 +24,6 @@ class State(Protocol):
 
 
 Step = Callable[[Any, Any], tuple[Any, dict[str, Any]]]  # (state, batch) -> (state, metrics)
-Begin = Callable[[Stage, Any], tuple[State, Step]]  # (stage, params) -> its first state and its step
 End = Callable[[Stage, Any], None]  # (stage, params)
 
 
@@ -40,10 +39,12 @@ class Batches(Iterator, Protocol):
         ...
 
 
+Begin = Callable[[Stage, Any], tuple[State, Step, Batches]]  # (stage, params) -> its first state, step and batches
+
+
 def train(
     begin: Begin,
     params: Any,
-    batches: Batches,
     *,
     settings: Settings,
     model: dict[str, Any],
@@ -54,9 +55,9 @@ def train(
     """Runs all stages, or what is left of them if `output` holds checkpoints of the same run.
 
     Args:
-      begin: begins a stage; optimizer state is fresh in each.
+      begin: begins a stage; optimizer state is fresh in each, and so are its batches of {"tokens_BT", "document_BT"},
+        which are moved to the place of the checkpoint when a run is continued.
       params: master weights to start from; not used when a run is continued.
-      batches: of {"tokens_BT", "document_BT"}; it is moved to the place of the checkpoint.
       settings: the run.
       model: plain values that say which model this is; a run is continued only with the same.
       output: directory for checkpoints, metrics.jsonl, tensorboard/ and plots.
@@ -75,7 +76,7 @@ def train(
                 first, end = end, end + stage.steps
                 if done >= end and end < settings.steps:
                     continue
-                state, step = begin(stage, params)
+                state, step, batches = begin(stage, params)
                 if resume:
                     state, place = checkpoints.restore(state)
                     batches.set_state(place)

@@ -29,8 +29,13 @@ class Stage:
     warmup_steps: int = 0  # linear from 0
     decay_steps: int = 0  # cosine to a tenth, after a constant part
     final_steps: int = 0  # constant at a tenth
+    row_length: int = 0  # in place of the run's; 0: as the run has it
+    batch_size: int = 0  # likewise
 
     def __post_init__(self):
+        for name in ("row_length", "batch_size"):
+            value = getattr(self, name)
+            _require(value >= 0, f"stage {self.name!r}: {name}={value}; it must be 0, for the run's, or more")
         for name in ("steps", "warmup_steps", "decay_steps", "final_steps"):
             value = getattr(self, name)
             _require(value >= (name == "steps"), f"stage {self.name!r}: {name}={value} is too small")
@@ -87,10 +92,6 @@ class Settings:
         for name, least in {"row_length": 2, "batch_size": 1, "micro_batches": 1, "save_every": 1, "keep": 1}.items():
             value = getattr(self, name)
             _require(value >= least, f"{name}={value}; it must be {least} or more")
-        _require(
-            self.batch_size % self.micro_batches == 0,
-            f"batch_size={self.batch_size} is not a multiple of micro_batches={self.micro_batches}",
-        )
         _require(0 <= self.passkey_share <= 1, f"passkey_share={self.passkey_share}; it must be 0 to 1")
         for name in ("lora_rank", "weight_decay", "kl_weight", "balance_weight", "bias_step"):
             value = getattr(self, name)
@@ -99,6 +100,17 @@ class Settings:
         names = [stage.name for stage in self.stages]
         _require(bool(names), "there is no stage; give at least one [[stages]]")
         _require(len(names) == len(set(names)), f"stages are named {names}; names must differ")
+        for stage in self.stages:
+            length, size = self.rows(stage)
+            _require(length >= 2, f"stage {stage.name!r}: row_length={length}; it must be 2 or more")
+            _require(
+                size % self.micro_batches == 0,
+                f"batch_size={size} is not a multiple of micro_batches={self.micro_batches}",
+            )
+
+    def rows(self, stage: Stage) -> tuple[int, int]:
+        """The row length and batch size of a stage."""
+        return stage.row_length or self.row_length, stage.batch_size or self.batch_size
 
     @property
     def steps(self) -> int:
