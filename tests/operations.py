@@ -125,7 +125,7 @@ def operations() -> dict[str, Operation]:
         ("gather_attention", attend, gather_attention.BACKENDS, attended, [True, False, *every * 4], False),
         ("expert_matmul", call(expert_matmul.expert_matmul, format="fp4_e8m0_32"), expert_matmul.BACKENDS, tiles,
          [True, False, False, True], False),
-        ("sinkhorn", call(sinkhorn.sinkhorn, streams=4, iterations=20, eps=1e-6), sinkhorn.BACKENDS,
-         (normal(B, 24),), every, False),
+        ("sinkhorn", call(sinkhorn.sinkhorn, streams=4, iterations=20, eps=1e-6, width=64, norm_eps=1e-6),
+         sinkhorn.BACKENDS, (jnp.abs(normal(B, 25)) * 4, normal(3), normal(24)), [True, False, False], False),
     ]  # fmt: skip
     return {name: Operation(name, d, b, jax.tree.map(jnp.asarray, a), tuple(r), e) for name, d, b, a, r, e in table}

@@ -92,7 +92,16 @@ def test_the_default_is_what_operations_inside_run():
         with dispatch.default("mosaic_tpu"):
             assert KERNEL_MARK["tpu"] in program(run, "tpu", scores)
             with pytest.raises(ValueError, match="sinkhorn has no backend 'mosaic_tpu'; it has mosaic_gpu, reference"):
-                sinkhorn(jnp.ones((1, 24)), streams=4, iterations=2, eps=1e-6)
+                sinkhorn(
+                    jnp.ones((1, 25)),
+                    jnp.ones(3),
+                    jnp.ones(24),
+                    streams=4,
+                    iterations=2,
+                    eps=1e-6,
+                    width=4,
+                    norm_eps=0.0,
+                )
             with pytest.raises(NotImplementedError, match="float16"):
                 jax.eval_shape(run, scores.astype(jnp.float16))  # what was jitted outside sees the default too
         assert KERNEL_MARK["tpu"] not in program(run, "tpu", scores)

@@ -38,7 +38,8 @@ def decode(codes_FD, scales_FG, format):
 
 def run(backend, x, codes, scales, expert, format, x64=False):
     with jax.enable_x64(x64), pltpu.force_tpu_interpret_mode():
-        arrays = jnp.asarray(x, jnp.bfloat16), *map(jnp.asarray, (codes, scales)), jnp.asarray(expert, jnp.int32)
+        expert = None if expert is None else jnp.asarray(expert, jnp.int32)
+        arrays = jnp.asarray(x, jnp.bfloat16), *map(jnp.asarray, (codes, scales)), expert
         got = expert_matmul(*arrays, format=format, implementation=backend)
     assert got.dtype == jnp.float32
     return np.asarray(got)
@@ -133,6 +134,18 @@ def test_a_tile_gives_the_same_bits_whatever_stands_beside_it(backend, R):
     np.testing.assert_array_equal(run(backend, x, codes, scales, expert, FP4), whole)
     np.testing.assert_array_equal(run(backend, x[::-1], codes, scales, expert[::-1], FP4)[::-1], whole)
     np.testing.assert_array_equal(run(backend, x[2:3], codes, scales, expert[2:3], FP4), whole[2:3])
+
+
+@BACKENDS
+def test_tiles_without_numbers_are_the_experts_in_order(backend):
+    rng = np.random.default_rng(1)
+    codes, scales = planes(rng, 3, 128, 256, FP8)
+    x = bfloat16(rng, (3, 2, 256))
+    np.testing.assert_array_equal(
+        run(backend, x, codes, scales, None, FP8), run(backend, x, codes, scales, [0, 1, 2], FP8)
+    )
+    with pytest.raises(ValueError, match="2 tiles for 3 experts; give expert_M"):
+        run(backend, x[:2], codes, scales, None, FP8)
 
 
 @pytest.mark.parametrize("x64", [False, True])

@@ -125,6 +125,9 @@ def test_the_matmul_is_the_float64_one(M, R, F, D, format):
     codes[3], scales[3] = 0x7F, 255  # poison in an expert that no tile names
     x = np.asarray(jnp.asarray(rng.standard_normal((M, R, D)), jnp.bfloat16))
     got = np.asarray(kernel(format)(x, codes, scales, expert))
+    if M >= len(codes):  # a tile for each expert
+        own = kernel(format)(x[:4], codes, scales, np.arange(4, dtype=np.int32))
+        np.testing.assert_array_equal(kernel(format)(x[:4], codes, scales, None), own)
     for m in range(M):
         if expert[m] < 0:
             np.testing.assert_array_equal(got[m], 0)

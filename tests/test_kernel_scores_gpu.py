@@ -17,7 +17,7 @@ from pallas_kernels.sinkhorn import sinkhorn
 X64 = pytest.mark.parametrize("x64", [False, True])
 ON_GPU = pytest.mark.skipif(jax.default_backend() != "gpu", reason="runs the kernel, which needs a GPU")
 GPU = {"implementation": "mosaic_gpu"}
-MIXING = {"streams": 4, "iterations": 20, "eps": 1e-6}
+MIXING = {"streams": 4, "iterations": 20, "eps": 1e-6, "width": 64, "norm_eps": 1e-6}
 ROUNDINGS = 1e-6  # some 20 divisions and sums of 4 terms around 1/4 in float32, in another order
 
 
@@ -77,22 +77,27 @@ def test_they_refuse_with_numbers(shapes, change, reason):
 def test_mixing_weights_lower_for_cuda(rows, x64):
     with jax.enable_x64(x64):
         fn = jax.jit(functools.partial(sinkhorn, **MIXING, **GPU))
-        assert "mosaic_gpu" in lowered(fn, jax.ShapeDtypeStruct((rows, 24), jnp.float32))
+        shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, 25), (3,), (24,)))
+        assert "mosaic_gpu" in lowered(fn, *shapes)
 
 
 def test_mixing_weights_refuse_with_numbers():
-    for logits, streams, reason in (
-        (jnp.zeros((1, 40)), 5, "5 streams"),
-        (jnp.zeros((1, 24), jnp.bfloat16), 4, "bfloat16"),
+    for product, streams, reason in (
+        (jnp.zeros((1, 36)), 5, "5 streams"),
+        (jnp.zeros((1, 25), jnp.bfloat16), 4, "bfloat16"),
     ):
         with pytest.raises(NotImplementedError, match=reason):
-            sinkhorn(logits, **MIXING | {"streams": streams}, **GPU)
+            base = jnp.zeros((2 + streams) * streams)
+            sinkhorn(product, jnp.ones(3), base, **MIXING | {"streams": streams}, **GPU)
 
 
 @ON_GPU
 @pytest.mark.parametrize("rows", [0, 1, 7, 128, 300, 4001])
 def test_mixing_weights_are_the_references(rows):
-    logits = jax.random.normal(jax.random.key(rows), (rows, 24)) * 3
-    got = sinkhorn(logits, **MIXING, **GPU)
-    np.testing.assert_allclose(got, sinkhorn(logits, **MIXING, implementation="reference"), rtol=0, atol=ROUNDINGS)
-    np.testing.assert_array_equal(got, sinkhorn(logits, **MIXING, **GPU))
+    draw = jax.random.split(jax.random.key(rows), 3)
+    product = jax.random.normal(draw[0], (rows, 25)) * 3
+    product = product.at[:, 24].set(64 * (0.5 + jnp.abs(product[:, 24])))  # the sum of 64 squares
+    arrays = product, jax.random.normal(draw[1], (3,)), jax.random.normal(draw[2], (24,))
+    got = sinkhorn(*arrays, **MIXING, **GPU)
+    np.testing.assert_allclose(got, sinkhorn(*arrays, **MIXING, implementation="reference"), rtol=0, atol=ROUNDINGS)
+    np.testing.assert_array_equal(got, sinkhorn(*arrays, **MIXING, **GPU))

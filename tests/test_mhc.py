@@ -10,6 +10,7 @@ import oracle
 import pytest
 from golden_data import vectors
 
+from pallas_kernels.sinkhorn import sinkhorn
 from v41jax import config, mhc
 
 SINKHORN_ATOL = 1e-6  # float32: sigmoids, a softmax and 39 divisions of values up to 2
@@ -18,7 +19,17 @@ GRADIENT_RTOL = 1e-3  # of the largest float64 gradient: 39 divisions amplify fl
 
 
 def split(streams=4, iterations=20, eps=1e-6):
-    return jax.jit(functools.partial(mhc.split_mixes, streams=streams, iterations=iterations, eps=eps))
+    """Mixes of logits: products with a row whose mean square is 1."""
+
+    def run(logits, scale, base):
+        rows = jnp.pad(jnp.asarray(logits, jnp.float32).reshape(-1, base.size), ((0, 0), (0, 1)), constant_values=1)
+        flat = sinkhorn(
+            rows, jnp.asarray(scale), jnp.asarray(base), streams=streams, iterations=iterations, eps=eps, width=1,
+            norm_eps=0.0,
+        ).reshape(jnp.shape(logits))  # fmt: skip
+        return mhc.split(flat, streams)
+
+    return jax.jit(run)
 
 
 @pytest.mark.parametrize("x64", [False, True])
@@ -75,7 +86,7 @@ def test_sinkhorn_gradient_is_that_of_float64(jit, dtype):
 
     def loss(logits):
         wide = jnp.concatenate([jnp.zeros(8), logits.astype(jnp.float32).ravel()])
-        comb = mhc.split_mixes(wide, jnp.ones(3), jnp.zeros(24), streams=4, iterations=20, eps=1e-6).comb
+        comb = split()(wide, jnp.ones(3), jnp.zeros(24)).comb
         return (comb * upstream.astype(np.float32)).sum()
 
     gradient = (jax.jit(jax.grad(loss)) if jit else jax.grad(loss))(logits)
@@ -97,12 +108,13 @@ def sublayer(rng):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_mixes_of_streams_are_float32_under_one_norm(dtype):
+@pytest.mark.parametrize("tokens", [1, 3])  # one is a product of its own
+def test_mixes_of_streams_are_float32_under_one_norm(tokens, dtype):
     rng = np.random.default_rng(1)
-    params, streams = sublayer(rng), jnp.asarray(rng.standard_normal((1, 3, Z, D)) * 7, dtype)
+    params, streams = sublayer(rng), jnp.asarray(rng.standard_normal((1, tokens, Z, D)) * 7, dtype)
     params["hc_attn_fn"] /= 16
     got = jax.jit(functools.partial(mhc.mixes, sublayer="attn", cfg=cfg))(params, streams_BTZD=streams)
-    for t in range(3):
+    for t in range(tokens):
         flat = oracle.rms_norm(np.asarray(streams[0, t], np.float64).ravel(), np.ones(Z * D))
         logits = np.asarray(params["hc_attn_fn"], np.float64) @ flat
         want = oracle.split_mixes(logits, params["hc_attn_scale"], params["hc_attn_base"], Z, 20, 1e-6)

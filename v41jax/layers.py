@@ -30,7 +30,7 @@ def project(x, weight, *, activation: str | None = None, dtype=None):
         return y.reshape(*x.shape[:-1], y.shape[-1]).astype(dtype)
     rows = quant.fake_quantize(x, activation).reshape(1, -1, x.shape[-1])
     one = jax.tree.map(lambda plane: plane[None], weight)
-    y = tile_project(rows, one, jnp.zeros((1,), jnp.int32))
+    y = tile_project(rows, one, None)
     return y.reshape(*x.shape[:-1], y.shape[-1]).astype(dtype)
 
 
@@ -42,12 +42,15 @@ def group_project(x_RGD, weight):
         plain = quant.dequantize(weight, x_RGD.dtype) if isinstance(weight, Packed) else weight
         weight = Packed(plain, jnp.zeros((groups, 0), jnp.uint8), None)
     experts = jax.tree.map(lambda p: p.reshape(groups, p.shape[0] // groups, p.shape[1]), weight)
-    y = tile_project(jnp.swapaxes(x_RGD, 0, 1), experts, jnp.arange(groups, dtype=jnp.int32))
+    y = tile_project(jnp.swapaxes(x_RGD, 0, 1), experts, None)
     return jnp.swapaxes(y, 0, 1)
 
 
 def tile_project(x_MRD, weights: Packed, expert_M):
-    """Multiplies tiles of rows by one weight each, of those stacked in `weights` [E, F, D]: f32 [M, R, F]."""
+    """Multiplies tiles of rows by one weight each, of those stacked in `weights` [E, F, D]: f32 [M, R, F].
+
+    None for `expert_M` gives each tile its own.
+    """
     return expert_matmul(x_MRD, weights.codes, weights.scales, expert_M, format=weights.format)
 
 

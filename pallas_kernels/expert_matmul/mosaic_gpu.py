@@ -65,6 +65,9 @@ def expert_matmul(x_MRD, codes_EFD, scales_EFG, expert_M, *, format: str):
     x = _arrange(jnp.pad(x_MRD, ((0, 0), (0, row_blocks * N - R), (0, 0))), 16 // bits).reshape(-1, N, D)
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     body = functools.partial(_body, bits=bits, tiles=tiles, steps=steps, parts=parts, stages=stages, lines=lines, N=N)
+    experts = () if expert_M is None else (expert_M.astype(jnp.int32),)
+    if expert_M is None:
+        body = functools.partial(body, None)
     y_PMRF = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((parts, M, R, F), jnp.float32),
@@ -77,7 +80,7 @@ def expert_matmul(x_MRD, codes_EFD, scales_EFG, expert_M, *, format: str):
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(),
         ],
-    )(expert_M.astype(jnp.int32), x, codes_EFD, scales_EFG.reshape(E, -1, line))
+    )(*experts, x, codes_EFD, scales_EFG.reshape(E, -1, line))
     return y_PMRF[0] if parts == 1 else y_PMRF.sum(0)
 
 
@@ -114,9 +117,11 @@ def _body(
 ):  # fmt: skip
     """One thread block: 64 channels, N rows, one part of D."""
     part, tile, channels = lax.axis_index("part"), lax.axis_index("tile"), lax.axis_index("channels")
-    row_blocks = x_gmem.shape[0] // expert_gmem.shape[0]
+    row_blocks = x_gmem.shape[0] // out_gmem.shape[1]
     columns = tiles * WIDTH * 8 // bits
-    expert = expert_gmem[lax.div(tile, jnp.int32(row_blocks))]
+    expert = lax.div(tile, jnp.int32(row_blocks))
+    if expert_gmem is not None:
+        expert = expert_gmem[expert]
     start, stop = (lax.div((part + k) * jnp.int32(steps), jnp.int32(parts)) for k in (0, 1))
     stop = jnp.where(expert < 0, start, stop)  # an empty tile takes no step
 

@@ -75,6 +75,8 @@ def expert_matmul(x_MRD, codes_EFD, scales_EFG, expert_M, *, format: str | None)
 
     rows = min(x_MRD.shape[1], TUNING["rows"])
     outputs = _outputs(rows, F, D, width)
+    if expert_M is None:
+        expert_M = jnp.arange(M, dtype=jnp.int32)
     expert_M = jnp.minimum(expert_M.astype(jnp.int32), E - 1)  # as the reference clips; a copy from outside is fatal
     held_M, fresh_M = _plan(expert_M)
     if few:

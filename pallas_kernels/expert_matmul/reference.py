@@ -11,6 +11,8 @@ from pallas_kernels.quantize.reference import dequantize
 
 def expert_matmul(x_MRD, codes_EFD, scales_EFG, expert_M, *, format):
     """See the contract."""
+    if expert_M is None:
+        expert_M = jnp.arange(x_MRD.shape[0], dtype=jnp.int32)
 
     def multiply(x, expert):
         planes = (lax.dynamic_index_in_dim(a, jnp.maximum(expert, 0), keepdims=False) for a in (codes_EFD, scales_EFG))

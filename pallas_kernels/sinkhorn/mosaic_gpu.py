@@ -1,8 +1,8 @@
 """Mixing weights on a GPU: a thread holds one row's M logits in registers and does all iterations there.
 
 As separate XLA operations the iterations are three launches each, some 60 for one call, and launches are what a decode
-step waits for. Bytes: 2 M floats a row. Some 2 Z Z divisions an iteration; about 2 us whatever the rows, up to the
-chip's number of threads.
+step waits for; so the norm, scale and base of the logits are here too. Bytes: 2 M floats a row. Some 2 Z Z divisions an
+iteration; about 2 us whatever the rows, up to the chip's number of threads.
 """
 
 import functools
@@ -20,23 +20,32 @@ from pallas_kernels.lanes import WARPGROUP
 MOST_STREAMS = 4  # Z * Z values live in a thread's registers
 
 
-def sinkhorn(logits_RM, *, streams: int, iterations: int, eps: float):
+def sinkhorn(product_RP, scale, base_M, *, streams: int, iterations: int, eps: float, width: int, norm_eps: float):
     """See the contract."""
-    Z, (rows, columns) = streams, logits_RM.shape
+    Z, rows, columns = streams, product_RP.shape[0], base_M.shape[0]
     if Z > MOST_STREAMS:
         raise NotImplementedError(f"{Z} streams; {MOST_STREAMS} at most fit in a thread's registers")
-    if logits_RM.dtype != jnp.float32:
-        raise NotImplementedError(f"the logits are {logits_RM.dtype.name}; this kernel reads float32")
+    for array in (product_RP, scale, base_M):
+        if array.dtype != jnp.float32:
+            raise NotImplementedError(f"an array is {array.dtype.name}; this kernel reads float32")
     if rows == 0:
-        return logits_RM
-    eps = np.float32(eps)  # a jax array would become an operand of the kernel
+        return product_RP[:, :columns]
+    eps, norm_eps, share = (np.float32(x) for x in (eps, norm_eps, 1 / width))  # jax arrays would become operands
 
-    def body(logits_gmem, out_gmem):
+    def body(product_gmem, scale_gmem, base_gmem, out_gmem):
         row = lax.axis_index("block") * WARPGROUP + lanes.lanewise(lambda: [mgpu.thread_idx()], returns=1)
 
+        def read(ref, index):
+            return lax.bitcast_convert_type(lanes.load(ref, index, "each"), jnp.float32)
+
+        def product(m):
+            return read(product_gmem, jnp.where(row < rows, row * (columns + 1) + m, -1))
+
+        inverse = lax.rsqrt(product(columns) * share + norm_eps)
+        scales = [read(scale_gmem, jnp.full_like(row, kind)) for kind in range(3)]
+
         def column(m):
-            bits = lanes.load(logits_gmem, jnp.where(row < rows, row * columns + m, -1), "each")
-            return lax.bitcast_convert_type(bits, jnp.float32)
+            return product(m) * inverse * scales[min(m // Z, 2)] + read(base_gmem, jnp.full_like(row, m))
 
         def write(m, value):
             bits = lax.bitcast_convert_type(value, jnp.int32)
@@ -66,7 +75,7 @@ def sinkhorn(logits_RM, *, streams: int, iterations: int, eps: float):
         grid=(-(-rows // WARPGROUP),),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(logits_RM.reshape(-1))
+    )(product_RP.reshape(-1), scale, base_M)
     return flat.reshape(rows, columns)
 
 

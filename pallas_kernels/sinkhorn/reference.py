@@ -2,12 +2,16 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
-def sinkhorn(logits_RM, *, streams: int, iterations: int, eps: float):
+def sinkhorn(product_RP, scale, base_M, *, streams: int, iterations: int, eps: float, width: int, norm_eps: float):
     """See the contract."""
     Z = streams
+    inverse_R1 = lax.rsqrt(product_RP[:, -1:] / width + norm_eps)
+    kinds_M = jnp.repeat(scale, np.array([Z, Z, Z * Z]), total_repeat_length=(2 + Z) * Z)
+    logits_RM = product_RP[:, :-1] * inverse_R1 * kinds_M + base_M
     pre = jax.nn.sigmoid(logits_RM[:, :Z]) + eps
     post = 2 * jax.nn.sigmoid(logits_RM[:, Z : 2 * Z])
     comb = jax.nn.softmax(logits_RM[:, 2 * Z :].reshape(-1, Z, Z), axis=-1) + eps
