@@ -228,19 +228,22 @@ def scores(args) -> Iterator[dict]:
 
 
 def pool(args) -> Iterator[dict]:
-    """Scores inside candidate pools, at two context lengths."""
+    """Scores inside candidate pools, at two context lengths: of queries of one sequence, and of sequences.
+
+    Pools of one sequence share blocks, and in L2 more of them the shorter the context is; those of sequences do not.
+    """
 
     def cases():
-        for T in (1, 8, 32, 128):
+        shapes = [(f"{T} queries", 1, T) for T in (1, 8, 32, 128)] + [(f"{B} sequences", B, 1) for B in (8, 32)]
+        for of, B, T in shapes:
             for name, S in (("64K", 65536), ("1M", 1 << 20)):
-                random = Random()
-                query, weight, *keys = index_case(random, 1, T, S)
-                visible = jnp.full((1, T), S, jnp.int32)
+                query, weight, *keys = index_case(Random(), B, T, S)
+                visible = jnp.full((B, T), S, jnp.int32)
                 blocks = jnp.sort(jax.vmap(lambda k, S=S: jax.random.choice(k, S // 8, (2048,), replace=False))(
-                    jax.random.split(jax.random.key(7), T))).astype(jnp.int32)[None]  # fmt: skip
+                    jax.random.split(jax.random.key(7), B * T))).astype(jnp.int32).reshape(B, T, -1)  # fmt: skip
                 fn = functools.partial(pool_scores, format=INDEX, block_size=8)
                 arrays = (query, weight, *keys, blocks, visible)
-                yield Case(f"pool {T} queries at {name}", fn, arrays, T * 16384 * 72 / BYTES_PER_US, 1e-5)
+                yield Case(f"pool, {of} at {name}", fn, arrays, B * T * 16384 * 72 / BYTES_PER_US, 1e-5)
 
     return run_cases(cases(), args)
 
