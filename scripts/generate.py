@@ -9,8 +9,9 @@ import pathlib
 import sys
 import time
 
-from v41jax import generate, load_checkpoint, load_config, tree
+from v41jax import generate, load_checkpoint, load_config, speculate, tree
 from v41jax.assets import BUILT_IN
+from v41jax.sampling import Sampling
 from v41jax.text import RowIds, RowText, load_tokenizer
 
 DEFAULT_PROMPT = "def fibonacci(n):"
@@ -27,6 +28,10 @@ def parse(argv):
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the best token")
     parser.add_argument("--top-k", type=int, default=0, help="draw from the k best tokens; 0 from all")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the best tokens that sum to this")
+    parser.add_argument("--drafts", action="store_true", help="speculative decoding with the model's draft stages")
+    parser.add_argument(
+        "--least-chance", type=float, default=0.0, help="verify drafts while their confidence gives them this chance"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     parser.add_argument("--stop", action="append", default=[], help="text that ends an answer; may be repeated")
     parser.add_argument(
@@ -74,12 +79,13 @@ def open_rows(args, cfg, tokenizer, batch: int) -> list:
     return [RowText(tokenizer, tuple(args.stop), cfg.eos_token_id) for _ in range(batch)]
 
 
-def answer(rows: list, tokens, pieces: list[list[str]]) -> bool:
-    """Feeds one token to every row; returns whether all rows have ended. A single row is printed as it comes."""
-    for row, token, piece in zip(rows, tokens.tolist(), pieces, strict=True):
-        piece.append(row.feed(token))
-    if len(rows) == 1:
-        print(pieces[0][-1], end="", flush=True)
+def answer(rows: list, tokens_BT, pieces: list[list[str]]) -> bool:
+    """Feeds each row its next tokens; returns whether all rows have ended. A single row is printed as it comes."""
+    for row, tokens, piece in zip(rows, tokens_BT.tolist(), pieces, strict=True):
+        new = "".join(row.feed(token) for token in tokens if token >= 0)
+        piece.append(new)
+        if len(rows) == 1:
+            print(new, end="", flush=True)
     return all(row.ended for row in rows)
 
 
@@ -90,9 +96,11 @@ def run(args):
         cfg = dataclasses.replace(cfg, formats=dataclasses.replace(cfg.formats, activation="fp8_e8m0_32"))
     tokenizer = load_tokenizer(args.checkpoint)
     prompts = read_prompts(args, cfg, tokenizer)
-    sampling = generate.Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    settings = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    drafts = {"drafts": args.drafts, "least_chance": args.least_chance}
     limits = {"max_new_tokens": args.max_new_tokens, "prefill_chunk": args.prefill_chunk}
     generate.check_request(prompts, cfg=cfg, **limits)  # before minutes of loading
+    speculate.check(cfg, **drafts)
     rows = open_rows(args, cfg, tokenizer, len(prompts))
 
     started = time.perf_counter()
@@ -103,8 +111,10 @@ def run(args):
 
     pieces = [[] for _ in prompts]
     stats = generate.Stats()
-    for tokens in generate.stream(params, prompts, cfg=cfg, sampling=sampling, seed=args.seed, stats=stats, **limits):
-        if answer(rows, tokens, pieces):
+    for tokens_BT in generate.stream(
+        params, prompts, cfg=cfg, settings=settings, seed=args.seed, stats=stats, **drafts, **limits
+    ):
+        if answer(rows, tokens_BT, pieces):
             break
     for number, (row, piece) in enumerate(zip(rows, pieces, strict=True)):
         rest = row.flush()
@@ -121,11 +131,11 @@ def report(stats: generate.Stats):
         file=sys.stderr,
     )
     if stats.decode_steps:
-        tokens = stats.decode_steps * stats.batch
+        tokens = stats.decode_tokens - stats.batch  # prefill gave the first
         rate, step = tokens / stats.decode_seconds, stats.decode_seconds / stats.decode_steps
         print(
-            f"decode   {tokens} tokens in {stats.decode_seconds:.3f} s"
-            f" ({rate:.1f} tokens/s, {1e3 * step:.2f} ms a step)",
+            f"decode   {tokens} tokens in {stats.decode_seconds:.3f} s ({rate:.1f} tokens/s, {1e3 * step:.2f} ms a"
+            f" step, {tokens / stats.decode_steps / stats.batch:.2f} tokens a step and row)",
             file=sys.stderr,
         )
     print(

@@ -7,12 +7,11 @@ import pathlib
 
 import golden_data
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import sessions
 
-from v41jax import config, generate, inference, init_params
+from v41jax import config, generate, inference, init_params, model
 from v41jax.assets import BUILT_IN
 from v41jax.text import RowIds, RowText, load_tokenizer
 
@@ -38,20 +37,18 @@ def test_script_answers_a_ragged_batch_as_the_reference(capsys):
         assert f"\n{word} " in "\n" + err
 
 
-def test_one_trace_each_for_a_whole_run():
-    cfg, params = sessions.load("tiny-fp8fp4")
+def joined(steps):
+    """The tokens of each row."""
+    return [[t for t in row if t >= 0] for row in np.concatenate(list(steps), axis=1).tolist()]
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Lists (mode, width) of every trace of the backbone."""
     jax.clear_caches()
-    before = inference.run_jitted._cache_size(), generate._decode._cache_size()
-    traced = []
-    original, generate.run = generate.run, lambda *a, **k: traced.append("decode") or original(*a, **k)
-    prefill, inference.run = inference.run, lambda *a, **k: traced.append(k["mode"]) or original(*a, **k)
-    try:
-        tokens = list(generate.stream(params, [[5] * 40, [6] * 3], cfg=cfg, max_new_tokens=20, prefill_chunk=16))
-    finally:
-        generate.run, inference.run = original, prefill
-    assert len(tokens) == 20
-    assert sorted(traced) == ["decode", "exact"]  # three chunks of 16 columns, 20 steps
-    assert (inference.run_jitted._cache_size(), generate._decode._cache_size()) == before
+    calls, run = [], model.run
+    monkeypatch.setattr(model, "run", lambda *a, **k: calls.append((k["mode"], a[2].shape[1])) or run(*a, **k))
+    return calls
 
 
 def test_chunks_have_few_widths_and_skip_the_decoder_where_exact():
@@ -65,56 +62,32 @@ def test_chunks_have_few_widths_and_skip_the_decoder_where_exact():
     assert [c.encoder_only for c in chunks].count(True) == 4
 
 
-def test_skipped_decoder_changes_no_token():
-    cfg, params = sessions.MICRO, init_params(sessions.MICRO, jax.random.key(4))
-    prompts = [np.random.default_rng(0).integers(3, cfg.vocab_size, n).tolist() for n in (60, 2)]
-    assert [c.encoder_only for c in generate.plan_chunks(prompts, cfg=cfg, prefill_chunk=16)].count(True) == 2
+def test_skipped_decoder_changes_no_token_and_a_run_traces_once(traced, quick_compilation):
+    cfg, params = sessions.DRAFTING, init_params(sessions.DRAFTING, jax.random.key(4))
+    prompts = [np.random.default_rng(0).integers(3, cfg.vocab_size, n).tolist() for n in (60, 22)]
     chunked, whole = (
-        np.stack(list(generate.stream(params, prompts, cfg=cfg, max_new_tokens=8, prefill_chunk=width)))
-        for width in (16, 64)
+        joined(generate.stream(params, prompts, cfg=cfg, max_new_tokens=8, prefill_chunk=width)) for width in (16, 64)
     )
-    np.testing.assert_array_equal(chunked, whole)
+    assert chunked == whole
+    # Four chunks and seven steps; then one chunk and seven steps.
+    assert traced == [("full", 1), ("encoder", 16), ("exact", 16), ("full", 1), ("exact", 64)]
 
 
-def test_greedy_takes_the_lowest_of_equals():
-    logits = jnp.array([[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0]])
-    keys = generate.step_keys(jax.random.key(0), 2, 0)
-    np.testing.assert_array_equal(generate.sample(logits, keys, generate.Sampling()), [1, 0])
-
-
-def draws(sampling, logits, number=4000):
-    keys = jax.vmap(lambda step: generate.step_keys(jax.random.key(3), 1, step)[0])(jnp.arange(number))
-    rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (number, len(logits)))
-    return np.bincount(
-        jax.jit(generate.sample, static_argnames="sampling")(rows, keys, sampling), minlength=len(logits)
-    )
-
-
-def test_sampling_follows_the_distribution():
-    probability = np.array([0.4, 0.3, 0.2, 0.1])
-    logits = np.log(probability)
-    chi_square_99_9 = 16.3  # 3 degrees of freedom
-    counts = draws(generate.Sampling(temperature=1.0), logits)
-    assert ((counts - 4000 * probability) ** 2 / (4000 * probability)).sum() < chi_square_99_9
-    hot = np.sqrt(probability) / np.sqrt(probability).sum()
-    counts = draws(generate.Sampling(temperature=2.0), logits)
-    assert ((counts - 4000 * hot) ** 2 / (4000 * hot)).sum() < chi_square_99_9
-
-
-def test_top_k_and_top_p_keep_the_fewest_best():
-    logits = np.log([0.1, 0.4, 0.2, 0.3])
-    assert set(np.nonzero(draws(generate.Sampling(temperature=1.0, top_k=2), logits))[0]) == {1, 3}
-    assert set(np.nonzero(draws(generate.Sampling(temperature=1.0, top_p=0.7), logits))[0]) == {1, 3}
-    assert set(np.nonzero(draws(generate.Sampling(temperature=1.0, top_p=0.71), logits))[0]) == {1, 2, 3}
-    assert set(np.nonzero(draws(generate.Sampling(temperature=1.0, top_p=1e-9), logits))[0]) == {1}
-    tied = [1.0, 1.0, 1.0, 1.0]
-    assert set(np.nonzero(draws(generate.Sampling(temperature=1.0, top_k=2), tied))[0]) == {0, 1}
-
-
-def test_a_rows_draws_do_not_depend_on_its_neighbours():
-    alone = generate.step_keys(jax.random.key(9), 1, 4)
-    together = generate.step_keys(jax.random.key(9), 5, 4)
-    np.testing.assert_array_equal(jax.random.key_data(alone)[0], jax.random.key_data(together)[0])
+def test_drafts_change_no_greedy_token(traced, quick_compilation):
+    cfg, stats = sessions.DRAFTING, generate.Stats()
+    params = init_params(cfg, jax.random.key(4))
+    prompts = [np.random.default_rng(0).integers(3, cfg.vocab_size, n).tolist() for n in (30, 24)]
+    steps = generate.stream(
+        params, prompts, cfg=cfg, max_new_tokens=18, prefill_chunk=16, drafts=True, stats=stats
+    )  # fmt: skip
+    answers = joined(steps)
+    assert sorted(traced) == [("encoder", 16), ("exact", 16), ("full", 1 + cfg.dspark_block_size)]
+    whole = np.array([(prompt + answer + [0] * 26)[:48] for prompt, answer in zip(prompts, answers, strict=True)])
+    best = np.argmax(inference.forward(params, whole, cfg=cfg), axis=-1)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        assert answer == best[row, len(prompt) - 1 :][:18].tolist()
+    assert stats.decode_tokens == 36
+    assert stats.decode_steps <= 17
 
 
 def test_text_never_shows_half_a_character_or_a_stop():
@@ -160,6 +133,7 @@ def test_ids_end_at_the_end_token():
         (["--stop", ""], "a stop string is empty"),
         (["--token-ids", "5", "--stop", "x"], "--stop ends answers in text"),
         (["--top-k", "-2"], "top_k=-2; it must be 0"),
+        (["--least-chance", "2"], "least_chance=2.0; it is a probability"),
         (["--checkpoint", "/nowhere"], "/nowhere does not exist; give a checkpoint directory"),
         (["--prompt-file", "/nowhere"], "/nowhere"),
     ],

@@ -9,13 +9,14 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # A module imports from rows above its own only.
 LAYERS = [
-    {"config", "quant", "safetensors", "text", "assets"},
-    {"config_json", "tree", "layers", "rope"},
+    {"config", "quant", "safetensors", "text", "assets", "sampling"},
+    {"config_json", "tree", "layers", "rope", "chat"},
     {"cache", "sharding"},
     {"compressor", "indexer", "attention", "mhc", "moe", "engram"},
     {"model"},
     {"inference", "release"},
     {"drafts", "checkpoint"},
+    {"speculate"},
     {"generate", "training"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -6,7 +6,6 @@ compilation and no step can trace again.
 
 import concurrent.futures
 import dataclasses
-import functools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,30 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from v41jax.cache import Cache, bytes_per_token, init_cache, window_bytes
+from v41jax import sampling, speculate
+from v41jax.cache import bytes_per_token, init_cache, window_bytes
 from v41jax.config import Config
-from v41jax.inference import run_jitted
-from v41jax.model import Params, run
+from v41jax.drafts import init_draft_cache
+from v41jax.model import Params
+from v41jax.sampling import Sampling
 
+GREEDY = Sampling()
 SMALLEST_BUCKET = 16  # tokens; a prompt's last chunk is padded to a power of two from here on
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is drawn from the logits."""
-
-    temperature: float = 0.0  # 0 takes the best token, the lowest id on ties
-    top_k: int = 0  # keep the k best tokens; 0 keeps all
-    top_p: float = 1.0  # keep the fewest best tokens whose probabilities reach this sum
-
-    def __post_init__(self):
-        if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature}; it must be 0 (greedy) or more")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k}; it must be 0 (all tokens) or more")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}; it must be over 0 and at most 1")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -51,6 +35,7 @@ class Stats:
     prefill_tokens: int = 0  # of all rows, without padding
     decode_seconds: float = 0.0
     decode_steps: int = 0
+    decode_tokens: int = 0  # of all rows, with the first, which prefill gives
     batch: int = 0
     capacity: int = 0  # tokens a row may hold
     cache_bytes: int = 0
@@ -58,44 +43,9 @@ class Stats:
     token_bytes: float = 0  # one more token of capacity
 
 
-def sample(logits_BV, key_B, sampling: Sampling):
-    """Draws one token a row: i32 [B]. A row's draw depends on its own key and logits only.
-
-    Top-k is taken first, then top-p of what it left; among equal logits the lower id ranks higher.
-    """
-    if sampling.temperature == 0:
-        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    logits = logits_BV / jnp.float32(sampling.temperature)
-    if sampling.top_k or sampling.top_p < 1:
-        order = jnp.argsort(-logits, axis=-1, stable=True)
-        best = jnp.take_along_axis(logits, order, axis=-1)
-        if sampling.top_k:
-            rank = jnp.arange(best.shape[-1], dtype=jnp.int32)
-            best = jnp.where(rank < sampling.top_k, best, -jnp.inf)
-        probability = jax.nn.softmax(best, axis=-1)
-        before = jnp.cumsum(probability, axis=-1) - probability
-        best = jnp.where(before < sampling.top_p, best, -jnp.inf)
-        drawn = jax.vmap(jax.random.categorical)(key_B, best)
-        return jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)
-    return jax.vmap(jax.random.categorical)(key_B, logits).astype(jnp.int32)
-
-
-def step_keys(seed_key, batch: int, step):
-    """Makes a key per row: of the seed, the row's place in the batch and the step, nothing else."""
-    rows = jax.vmap(functools.partial(jax.random.fold_in, seed_key))(jnp.arange(batch, dtype=jnp.int32))
-    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(rows, step)
-
-
-@functools.partial(jax.jit, static_argnames=("cfg", "sampling"), donate_argnames="cache")
-def _decode(params, cache: Cache, token_B, seed_key, step, *, cfg: Config, sampling: Sampling):
-    lengths_B = jnp.ones_like(token_B)
-    logits, cache, _ = run(params, cache, token_B[:, None], lengths_B, cfg=cfg, mode="full")
-    return sample(logits, step_keys(seed_key, token_B.size, step), sampling), cache
-
-
-@functools.partial(jax.jit, static_argnames="sampling")
-def _first(logits_BV, seed_key, *, sampling: Sampling):
-    return sample(logits_BV, step_keys(seed_key, logits_BV.shape[0], 0), sampling)
+_prefill = jax.jit(speculate.feed, static_argnames=("cfg", "mode"), donate_argnames=("cache", "rings"))
+_step = jax.jit(speculate.step, static_argnames="cfg", donate_argnames="state")
+_first = jax.jit(sampling.sample)
 
 
 @jax.jit
@@ -169,64 +119,83 @@ def stream(
     *,
     cfg: Config,
     max_new_tokens: int,
-    sampling: Sampling = Sampling(),
+    settings: Sampling = GREEDY,
     seed: int = 0,
     prefill_chunk: int = 512,
+    drafts: bool = False,
+    least_chance: float = 0.0,
     stats: Stats | None = None,
 ) -> Iterator[np.ndarray]:
-    """Continues a batch of prompts, token by token.
+    """Continues a batch of prompts, step by step.
 
     Args:
       params, cfg: the model.
       prompts: token ids of each row; lengths may differ.
       max_new_tokens: tokens to yield for each row; leave the iterator earlier to stop.
-      sampling, seed: how tokens are drawn; the same seed gives the same tokens.
+      settings, seed: how tokens are drawn; the same seed gives the same tokens.
       prefill_chunk: most prompt tokens a call, a power of two.
+      drafts: decode speculatively: the same tokens at temperature 0, the same distribution at any other.
+      least_chance: see `speculate.step`.
       stats: filled in as the run goes on.
     Yields:
-      i32 [B], the next token of every row. The step after it is already under way.
+      i32 [B, C], the next tokens of every row, -1 behind them: one without drafts, up to a block and one more with
+      them, none in a row that has had all. The step after it is already under way.
     Raises:
       ValueError: an impossible request, before anything is allocated.
     """
     stats = stats if stats is not None else Stats()
     capacity = check_request(prompts, cfg=cfg, max_new_tokens=max_new_tokens, prefill_chunk=prefill_chunk)
+    speculate.check(cfg, drafts=drafts, least_chance=least_chance)
     chunks = plan_chunks(prompts, cfg=cfg, prefill_chunk=prefill_chunk)
-    cache = init_cache(cfg, len(prompts), capacity)
-    stats.batch, stats.capacity = len(prompts), capacity
-    stats.cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    batch, chance = len(prompts), np.float32(least_chance)
+    cache, rings = init_cache(cfg, batch, capacity), init_draft_cache(cfg, batch) if drafts else None
+    stats.batch, stats.capacity = batch, capacity
+    stats.cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((cache, rings)))
     stats.window_bytes, stats.token_bytes = window_bytes(cfg), bytes_per_token(cfg)
 
     started = time.perf_counter()
-    seed_key, token_B = jax.random.key(seed), np.zeros(len(prompts), np.int32)
-    logits = jnp.full((len(prompts), cfg.vocab_size), jnp.nan, jnp.float32)
+    rows = sampling.rows([settings] * batch, sampling.row_keys(seed, batch))
+    logits = jnp.full((batch, cfg.vocab_size), jnp.nan, jnp.float32)
+    left_B = jnp.full((batch,), max_new_tokens - 1, jnp.int32)
+    state = speculate.Decoding(cache, rings, jnp.zeros((batch,), jnp.int32), left_B, rows)
     lowered: dict[Any, jax.stages.Lowered] = {
-        "decode": _decode.lower(params, cache, token_B, seed_key, np.int32(0), cfg=cfg, sampling=sampling),
-        "first": _first.lower(logits, seed_key, sampling=sampling),
-        "keep": _keep.lower(logits, logits, token_B),
+        "step": _step.lower(params, state, chance, cfg=cfg),
+        "first": _first.lower(logits, rows, state.token_B),
+        "keep": _keep.lower(logits, logits, state.token_B),
     }
     for chunk in chunks:
         if chunk.kind not in lowered:
-            lowered[chunk.kind] = run_jitted.lower(
-                params, cache, chunk.tokens_BT, chunk.lengths_B, cfg=cfg, mode=chunk.kind[1]
+            lowered[chunk.kind] = _prefill.lower(
+                params, cache, rings, chunk.tokens_BT, chunk.lengths_B, cfg=cfg, mode=chunk.kind[1]
             )
     programs = _compile(lowered)
     stats.compile_seconds = time.perf_counter() - started
 
     started = time.perf_counter()
     for chunk in tqdm(chunks, desc="prefill", unit="chunk", disable=len(chunks) == 1 or None):
-        part, cache = programs[chunk.kind](params, cache, chunk.tokens_BT, chunk.lengths_B)
+        part, cache, rings = programs[chunk.kind](params, cache, rings, chunk.tokens_BT, chunk.lengths_B)
         if part is not None:
             logits = programs["keep"](logits, part, chunk.lengths_B)
-    token_B = programs["first"](logits, seed_key)
+    token_B = programs["first"](logits, rows, cache.length_B)
+    stats.prefill_tokens = sum(map(len, prompts))
     jax.block_until_ready(token_B)
     stats.prefill_seconds = time.perf_counter() - started
-    stats.prefill_tokens = sum(map(len, prompts))
 
     started = time.perf_counter()
-    for number in range(1, max_new_tokens):
-        following_B, cache = programs["decode"](params, cache, token_B, seed_key, np.int32(number))
-        yield np.asarray(token_B)
-        token_B = following_B
-        stats.decode_steps, stats.decode_seconds = number, time.perf_counter() - started
-    yield np.asarray(token_B)
+    state, made_BT = speculate.Decoding(cache, rings, token_B, left_B, rows), token_B[:, None]
+    most_left_B = np.full(batch, max_new_tokens - 1)  # behind all steps under way, of which each makes one or more
+    while made_BT is not None:
+        following_BT = None
+        if np.any(most_left_B > 0):
+            made, state = programs["step"](params, state, chance)
+            following_BT, most_left_B = made.token_BT, most_left_B - 1
+        made_BT = np.asarray(made_BT)
+        count_B = np.sum(made_BT >= 0, axis=1)
+        most_left_B = most_left_B - np.maximum(count_B - 1, 0)
+        stats.decode_tokens += int(count_B.sum())
+        stats.decode_seconds = time.perf_counter() - started
+        if np.any(count_B):
+            yield made_BT
+        stats.decode_steps += following_BT is not None
+        made_BT = following_BT
     stats.decode_seconds = time.perf_counter() - started
