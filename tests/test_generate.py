@@ -69,8 +69,8 @@ def test_skipped_decoder_changes_no_token_and_a_run_traces_once(traced, quick_co
         joined(generate.stream(params, prompts, cfg=cfg, max_new_tokens=8, prefill_chunk=width)) for width in (16, 64)
     )
     assert chunked == whole
-    # Four chunks and seven steps; then one chunk and seven steps.
-    assert traced == [("full", 1), ("encoder", 16), ("exact", 16), ("full", 1), ("exact", 64)]
+    # Four chunks and seven steps; then one chunk and seven steps of the same capacity.
+    assert traced == [("full", 1), ("encoder", 16), ("exact", 16), ("exact", 64)]
 
 
 def test_drafts_change_no_greedy_token(traced, quick_compilation):

@@ -203,7 +203,7 @@ def test_drafts_are_worth_verifying_while_their_chances_last():
     for least, want in (
         (0.0, [3, 3, 3]),
         (0.4, [3, 2, 3]),
-        (0.42, [1, 2, 3]),
+        (0.42, [2, 2, 3]),
         (0.6, [0, 2, 3]),
         (0.75, [0, 2, 2]),
         (1.0, [0, 0, 0]),
