@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # A module imports from rows above its own only.
 LAYERS = [
     {"config", "quant", "safetensors", "text", "assets", "sampling"},
-    {"config_json", "tree", "layers", "rope"},
+    {"config_json", "tree", "layers", "rope", "chat"},
     {"cache", "sharding"},
     {"compressor", "indexer", "attention", "mhc", "moe", "engram"},
     {"model"},
