@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 ACCEPTANCE, DRAFT = 1, 2  # folded into a position's key for draws other than the token's own
 
@@ -44,9 +43,9 @@ class Rows(NamedTuple):
 def rows(settings: Sequence[Sampling], key_B) -> Rows:
     """Stacks the settings of each row beside its key."""
     return Rows(
-        np.array([s.temperature for s in settings], np.float32),
-        np.array([s.top_k for s in settings], np.int32),
-        np.array([s.top_p for s in settings], np.float32),
+        jnp.array([s.temperature for s in settings], jnp.float32),
+        jnp.array([s.top_k for s in settings], jnp.int32),
+        jnp.array([s.top_p for s in settings], jnp.float32),
         key_B,
     )
 

@@ -134,6 +134,7 @@ def verify(params: Params, state: Decoding, block: Block, *, cfg: Config) -> tup
     tokens_BT = jnp.concatenate([state.token_B[:, None], block.token_BT], axis=1)
     lengths_B = jnp.where(state.left_B > 0, 1 + count_B, 0)
     logits_BTV, after, records = model.run(params, cache, tokens_BT, lengths_B, cfg=cfg, mode="full", read="all")
+    assert logits_BTV is not None  # as they are in mode "encoder" only
 
     key_BT = sampling.position_keys(state.rows.key_B, cache.length_B[:, None] + 1 + place)
     target_BTV = sampling.restrict(logits_BTV, state.rows)
