@@ -100,7 +100,7 @@ def time_peers(work: str) -> dict[str, float]:
 
 
 def compile_ahead(fn: Callable, args: tuple, backend: str | None):
-    """Compiles a jitted function of (junk, *args) that empties the L2 cache, then runs `fn`; returns it and seconds."""
+    """Compiles a function of (junk, *args) that empties the L2 cache, then runs `fn`; returns it and seconds."""
 
     @jax.jit
     def emptied(junk, *args):
@@ -109,15 +109,15 @@ def compile_ahead(fn: Callable, args: tuple, backend: str | None):
 
     start = time.perf_counter()
     with dispatch.default(backend) if backend else contextlib.nullcontext():
-        emptied.lower(jax.ShapeDtypeStruct((FLUSH,), jnp.uint8), *args).compile()
-    return emptied, time.perf_counter() - start
+        compiled = emptied.lower(jax.ShapeDtypeStruct((FLUSH,), jnp.uint8), *args).compile()
+    return compiled, time.perf_counter() - start  # `emptied` itself would be traced anew where `backend` is no default
 
 
-def measure(emptied, args: tuple, repeat: int):
+def measure(compiled, args: tuple, repeat: int):
     """Times a function of `compile_ahead`: (output, median us of its kernels, their number)."""
     from jax.experimental.mosaic.gpu import profiler
 
-    (_, out), calls = profiler.measure(emptied, aggregate=False, iterations=repeat)(jnp.zeros(FLUSH, jnp.uint8), *args)
+    (_, out), calls = profiler.measure(compiled, aggregate=False, iterations=repeat)(jnp.zeros(FLUSH, jnp.uint8), *args)
     times = [[ms * 1e3 for _, ms in call] for call in calls]
     for call in times:  # constants that `fn` needs may be made before the cache is emptied
         call.remove(next(us for us in call if us > FLUSH / BYTES_PER_US))
@@ -134,8 +134,8 @@ def run_cases(cases: Iterator[Case], args) -> Iterator[dict]:
             pool.submit(compile_ahead, case.fn, case.args, "reference") for case in cases
         ]  # fmt: skip
     for case, kernel, reference in zip(cases, own, plain, strict=True):
-        emptied, seconds = kernel.result()
-        out, us, kernels = measure(emptied, case.args, args.repeat)
+        compiled, seconds = kernel.result()
+        out, us, kernels = measure(compiled, case.args, args.repeat)
         row = {"case": case.name, "us": us, "kernels": kernels, "compile_s": seconds, "floor_us": case.floor_us}
         if reference is not None:
             want, row["plain_us"], _ = measure(reference.result()[0], case.args, 3)

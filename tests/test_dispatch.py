@@ -18,6 +18,7 @@ from pallas_kernels.sinkhorn import sinkhorn
 
 OPERATIONS = operations()
 EVERY = pytest.mark.parametrize("op", OPERATIONS.values(), ids=OPERATIONS.keys())
+BF16 = 2.0**-7  # of the largest: where XLA sums in other orders, results that are rounded to bfloat16 differ by a step
 
 
 def equal(got, want):
@@ -34,11 +35,13 @@ def program(fn, platform, *arrays):
     return jax.export.export(jax.jit(fn), platforms=[platform])(*arrays).mlir_module()
 
 
-def row_by_row(op):
+@functools.cache
+def row_by_row(name):
     """The operation run on one row after another, jitted: what every transformation must equal."""
+    op = OPERATIONS[name]
     run = jax.jit(op.door)
     results = [run(*op.row(i)) for i in range(ROWS)]
-    return jax.tree.map(lambda *parts: jnp.stack(parts), *results)
+    return jax.tree.map(lambda *parts: np.stack(parts), *results)
 
 
 # ---- which backend
@@ -128,7 +131,8 @@ def test_only_gpus_of_capability_9_get_kernels(major, kernel, monkeypatch):
 
 
 def test_a_program_for_two_platforms_holds_both():
-    exported = jax.export.export(jax.jit(lambda s: masked_topk(s, k=3)), platforms=["cpu", "tpu"])(jnp.ones((4, 256)))
+    here = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    exported = jax.export.export(jax.jit(lambda s: masked_topk(s, k=3)), platforms=[here, "tpu"])(jnp.ones((4, 256)))
     assert KERNEL_MARK["tpu"] in exported.mlir_module()
     np.testing.assert_array_equal(exported.call(jnp.ones((4, 256))), [[0, 1, 2]] * 4)
 
@@ -156,7 +160,11 @@ def differentiable(op):
 def test_the_gradient_is_that_of_the_reference(name):
     loss, floats = differentiable(OPERATIONS[name])
     got = jax.jit(jax.grad(loss))(floats)
-    equal(got, jax.jit(jax.grad(functools.partial(loss, implementation="reference")))(floats))
+    want = jax.jit(jax.grad(functools.partial(loss, implementation="reference")))(floats)
+    if jax.default_backend() == "cpu":
+        equal(got, want)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(*(np.asarray(x, np.float64) for x in (a, b)), rtol=0, atol=BF16 * jnp.abs(b).max())
     assert all(jnp.any(g != 0) for g in got)
 
 
@@ -167,7 +175,7 @@ def test_a_differentiated_program_holds_the_kernel():
 
 @EVERY
 def test_vmap_changes_no_bit(op):
-    equal(jax.jit(jax.vmap(op.door, in_axes=op.axes))(*op.rows), row_by_row(op))
+    equal(jax.jit(jax.vmap(op.door, in_axes=op.axes))(*op.rows), row_by_row(op.name))
 
 
 @EVERY
@@ -186,7 +194,7 @@ def test_scan_changes_no_bit(op):
         return carry, op.door(*arrays)
 
     mapped = [a for a, r in zip(op.rows, op.has_rows, strict=True) if r]
-    equal(jax.jit(lambda xs: lax.scan(step, 0, xs)[1])(mapped), row_by_row(op))
+    equal(jax.jit(lambda xs: lax.scan(step, 0, xs)[1])(mapped), row_by_row(op.name))
 
 
 def test_vmap_inside_vmap():

@@ -152,7 +152,7 @@ def test_a_model_without_draft_stages_is_refused_before_any_work(tmp_path):
 
 
 def test_an_unknown_kind_of_stage_is_refused():
-    with pytest.raises(ValueError, match=re.escape("kind='draft'; legal are warmup, sparse, drafts")):
+    with pytest.raises(ValueError, match=re.escape("kind='draft'; legal are dense, warmup, sparse, drafts")):
         from_dict({"stages": [{"kind": "draft"}]})
 
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import SCRIPTS, load_script
 from test_draft_stage import CFG, master
-from test_finetune import SCRIPTS, load_script
 
 from v41jax import config_json, forward, init_params, save_checkpoint
 from v41jax.training import corpus, evaluation, packing, qat

@@ -1,9 +1,7 @@
 """Settings, progress, and the scripts around a training run."""
 
 import dataclasses
-import importlib.util
 import json
-import pathlib
 import re
 import shutil
 
@@ -11,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import SCRIPTS, load_script
 
 from v41jax import config, config_json, engram, load_checkpoint, model, quant, tree
 from v41jax.assets import BUILT_IN
@@ -20,17 +19,6 @@ from v41jax.training import export, progress
 from v41jax.training.settings import Settings, Stage, from_dict, read_settings, to_dict
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-SCRIPTS = pathlib.Path(__file__).parents[1] / "scripts"
-
-
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 # ---- settings
 

@@ -105,9 +105,10 @@ def test_forward(golden):
     assert sessions.spread(logits, want) <= TOLERANCE
 
 
-def test_one_shot_prefill_then_decode(golden):
-    cfg, params, tensors, n = golden
-    ids = tensors["input_ids"]
+def test_one_shot_prefill_then_decode():
+    cfg, params = sessions.load("tiny-fp8fp4")
+    tensors = golden_data.model("tiny-fp8fp4")
+    ids, n = tensors["input_ids"], int(tensors["n_prompt"][0])
     cache = init_cache(cfg, len(ids), ids.shape[1])
     logits, cache = prefill(params, cache, ids[:, :n], cfg=cfg)
     assert sessions.spread(logits, tensors["prefill.logits"][:, -1]) <= TOLERANCE

@@ -18,7 +18,7 @@ ON_GPU = pytest.mark.skipif(jax.default_backend() != "gpu", reason="wgmma and PT
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E4M3 = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float64)
 E8M0 = np.where(np.arange(256) == 255, np.nan, 2.0 ** (np.arange(256) - 127))
-SUM_ERROR = 2e-6  # of the sum of magnitudes: products are exact, float32 sums of up to 5120 of them are not
+SUM_ERROR = 320 * 2.0**-24  # of the sum of magnitudes: tensor cores round each sum of 16 exact products, 320 of them
 
 
 def planes(rng, experts, F, D, format):
@@ -138,6 +138,7 @@ def test_the_matmul_is_the_float64_one(M, R, F, D, format):
 def test_every_scale_byte_decodes(format):
     rng = np.random.default_rng(0)
     codes, scales = planes(rng, 1, 64, 8192, format)
+    codes &= 0xBB if format == FP4 else 0xBF  # below 2, which times the largest scale is finite
     scales[0, :, :] = np.arange(scales.shape[2])
     x = np.zeros((1, 1, 8192), jnp.bfloat16)
     for group in (0, 1, 126, 127, 128, 129, 134, 135, 200, 250, 254, 255):
@@ -191,7 +192,8 @@ def entries(rng, shape):
     """Rows of every size, with zeros, midpoints between codes, NaN and infinities."""
     x = rng.standard_normal(shape) * np.exp(4 * rng.standard_normal((*shape[:-1], 1)))
     flat = x.reshape(-1, shape[-1])
-    flat[:6] = 0.0, 1e-5, 3e38, np.arange(shape[-1]) / 4, np.arange(shape[-1]) % 29 / 8, -0.0
+    for row, values in enumerate((0.0, 1e-5, 3e38, np.arange(shape[-1]) / 4, np.arange(shape[-1]) % 29 / 8, -0.0)):
+        flat[row] = values
     flat[6, 3], flat[7, 40], flat[8, 41] = np.nan, np.inf, -np.inf
     return jnp.asarray(x, jnp.bfloat16)
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import SCRIPTS
 from test_draft_stage import QUANTIZED, names
-from test_finetune import SCRIPTS
 from test_training_forward import packed
 
 from v41jax import model, quant, tree

@@ -16,6 +16,7 @@ GOLDEN_TOLERANCE = 2e-4  # of test_golden.py
 FLOAT_TOLERANCE = 1e-5  # float32 sums in another order, nothing rounded to a format
 CFG = sessions.MICRO
 TAIL = CFG.decoder_tail  # 10 tokens; a pool holds 12 entries
+LONGEST = 43  # every program takes seconds to compile, so calls share few widths and pad to them
 
 
 @pytest.fixture(scope="module")
@@ -40,61 +41,68 @@ def assert_same_state(got, want, tolerance=None):
 # ---- random inputs, nothing quantised
 
 
+def full(params, prompt):
+    """One prompt alone through every layer, in one call."""
+    return sessions.feed(params, [prompt], cfg=CFG, width=LONGEST, mode="full")
+
+
+def at_once(params, prompt):
+    """The logits of every position of a prompt, without a cache."""
+    padding = [0, LONGEST - len(prompt)]
+    return np.asarray(forward(params, np.pad(prompt, padding)[None], cfg=CFG))[0, : len(prompt)]
+
+
 @pytest.fixture(scope="module")
 def whole(params):
     """Three prompts, longer and shorter than the decoder tail, each alone through every layer."""
     prompts = random_prompts(30, TAIL, 1)
-    return prompts, [sessions.feed(params, [p], cfg=CFG, width=30, mode="full") for p in prompts]
+    return prompts, [full(params, p) for p in prompts]
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 7, 16, 30])
-def test_chunks_and_company_change_nothing(params, whole, width):
-    prompts, alone = whole
-    logits, cache = sessions.feed(params, prompts, cfg=CFG, width=width)  # a ragged batch, decoder tails only
+@pytest.mark.parametrize(
+    "width,columns,capacity",
+    [(1, 1, 128), (2, 7, 128), (3, 7, 128), (7, 7, 128), (16, 30, 128), (30, 30, 128), (20, 30, 4096)],
+)
+def test_chunks_company_padding_and_capacity_change_nothing(params, whole, width, columns, capacity):
+    prompts, alone = whole  # a ragged batch, decoder tails only
+    logits, cache = sessions.feed(params, prompts, cfg=CFG, width=width, padded=columns, capacity=capacity)
     for row, (want, solo) in enumerate(alone):
         assert sessions.spread(logits[row], want[0]) <= FLOAT_TOLERANCE
         assert_same_state(sessions.state(cache, row), sessions.state(solo), FLOAT_TOLERANCE)
 
 
-def test_padding_and_capacity_change_nothing(params, whole):
-    prompts, alone = whole
-    for capacity in (128, 4096):
-        logits, cache = sessions.feed(params, prompts, cfg=CFG, width=20, padded=32, capacity=capacity)
-        for row, (want, solo) in enumerate(alone):
-            assert sessions.spread(logits[row], want[0]) <= FLOAT_TOLERANCE
-            assert_same_state(sessions.state(cache, row), sessions.state(solo), FLOAT_TOLERANCE)
-
-
 def test_prefill_equals_forward_at_every_length(params):
     (prompt,) = random_prompts(24)
-    want = forward(params, prompt[None], cfg=CFG)
-    rows = [prompt[:n] for n in range(1, len(prompt) + 1)]
-    logits, _ = sessions.feed(params, rows, cfg=CFG, width=24)
-    assert sessions.spread(logits, want[0]) <= FLOAT_TOLERANCE
+    want = at_once(params, prompt)
+    for first in range(0, len(prompt), 3):  # batches of three, as above
+        rows = [prompt[: n + 1] for n in range(first, first + 3)]
+        logits, _ = sessions.feed(params, rows, cfg=CFG, width=30)
+        assert sessions.spread(logits, want[first : first + 3]) <= FLOAT_TOLERANCE
 
 
 def test_the_future_cannot_matter(params):
-    (prompt,) = random_prompts(24)
+    (prompt,) = random_prompts(LONGEST)
     changed = prompt.copy()
     changed[17:] = changed[17:][::-1]
-    before, after = (np.asarray(forward(params, p[None], cfg=CFG))[0, :17] for p in (prompt, changed))
-    np.testing.assert_array_equal(before, after)
+    before, after = (at_once(params, p) for p in (prompt, changed))
+    np.testing.assert_array_equal(before[:17], after[:17])
+    assert (before[17:] != after[17:]).any(-1).all()
 
 
 def test_greedy_decode_equals_prefill_of_the_same_tokens(params):
     prompt = list(random_prompts(11)[0])
-    logits, cache = sessions.feed(params, [prompt], cfg=CFG, width=11)
-    for _ in range(32):
+    logits, cache = sessions.feed(params, [prompt], cfg=CFG, width=5)
+    while len(prompt) < LONGEST:
         prompt.append(int(np.argmax(logits[0])))
         logits, cache = decode(params, cache, np.array(prompt[-1:]), cfg=CFG)
-        again = np.asarray(forward(params, np.pad(prompt, (0, 43 - len(prompt)))[None], cfg=CFG))[0, len(prompt) - 1]
+        again = at_once(params, prompt)[-1]
         assert sessions.spread(logits[0], again) <= FLOAT_TOLERANCE
         assert np.argmax(logits[0]) == np.argmax(again)
 
 
 def test_early_chunks_need_no_decoder(params):
     (prompt,) = random_prompts(TAIL + 30)
-    want, solo = sessions.feed(params, [prompt], cfg=CFG, width=len(prompt), mode="full")
+    want, solo = full(params, prompt)
     cache = init_cache(CFG, 1, 128)
     for first in range(0, 30, 15):
         cache = prefill_encoder(params, cache, prompt[None, first : first + 15], cfg=CFG)
@@ -110,7 +118,7 @@ def test_early_chunks_need_no_decoder(params):
 
 def test_the_tail_is_tight(params, monkeypatch):
     (prompt,) = random_prompts(TAIL + 14)
-    want, _ = sessions.feed(params, [prompt], cfg=CFG, width=len(prompt), mode="full")
+    want, _ = full(params, prompt)
     monkeypatch.setattr(Span, "last", lambda span, width, last=Span.last: last(span, width - 1))
     cache, lengths_B = init_cache(CFG, 1, 128), jnp.array([len(prompt)], jnp.int32)
     step = jax.jit(lambda *args: model.run(*args, cfg=CFG, mode="exact")[0])
@@ -121,10 +129,10 @@ def test_the_tail_is_tight(params, monkeypatch):
 def test_replay_cuts_windows_at_the_segment(params):
     W = CFG.sliding_window
     short, long = random_prompts(W, 20)
-    exact, _ = sessions.feed(params, [short], cfg=CFG, width=W)
-    replay, _ = sessions.feed(params, [short], cfg=CFG, width=W, mode="replay")
+    replay, _ = sessions.feed(params, [short], cfg=CFG, width=W, padded=10, mode="replay")
+    exact, _ = full(params, short)
     assert sessions.spread(replay, exact) <= FLOAT_TOLERANCE  # the segment is the prompt: nothing is cut
-    exact, _ = sessions.feed(params, [long], cfg=CFG, width=20)
+    exact, _ = full(params, long)
     replay, cache = sessions.feed(params, [long], cfg=CFG, width=20, mode="replay")
     assert sessions.spread(replay, exact) > FLOAT_TOLERANCE  # an approximation
     pieces, other = sessions.feed(params, [long], cfg=CFG, width=10, mode="replay")
@@ -150,7 +158,7 @@ def test_exact_equals_full_on_golden_inputs(golden, length):
     want = {29: tensors["prefill.logits"][:, -1], 41: tensors["decode.logits"][:, -1]}[length]
     caches = []
     for mode in ("exact", "full"):
-        logits, cache = sessions.feed(params, ids[:, :length], cfg=cfg, width=length, mode=mode)
+        logits, cache = sessions.feed(params, ids[:, :length], cfg=cfg, width=length, padded=41, mode=mode)
         assert sessions.spread(logits, want) <= GOLDEN_TOLERANCE
         caches.append(cache)
     for row in range(len(ids)):
@@ -160,14 +168,16 @@ def test_exact_equals_full_on_golden_inputs(golden, length):
         assert_same_state(exact, {name: full[name] for name in partial}, FLOAT_TOLERANCE)
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 7, 16])
-def test_ragged_chunks_on_golden_inputs(width):
+@pytest.mark.parametrize(
+    "width,columns,capacity", [(1, 1, 128), (2, 7, 4096), (3, 7, 4096), (7, 7, 4096), (16, 16, 128)]
+)
+def test_ragged_chunks_on_golden_inputs(width, columns, capacity):
     cfg, params = sessions.load("tiny-fp8fp4")
     tensors = golden_data.model("tiny-fp8fp4")
     logits = np.concatenate([tensors["prefill.logits"], tensors["decode.logits"]], axis=1)
     rows = [(0, 41), (1, 29), (0, 1), (1, 2), (0, 17)]
     prompts = [tensors["input_ids"][row, :length] for row, length in rows]
-    got, _ = sessions.feed(params, prompts, cfg=cfg, width=width, capacity=4096 if width == 7 else 128)
+    got, _ = sessions.feed(params, prompts, cfg=cfg, width=width, padded=columns, capacity=capacity)
     for number, (row, length) in enumerate(rows):
         assert sessions.spread(got[number], logits[row, length - 1]) <= GOLDEN_TOLERANCE
 

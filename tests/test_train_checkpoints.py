@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from programs import environment
 
 from v41jax.training import corpus, data
 from v41jax.training.checkpoints import Checkpoints
@@ -145,11 +146,10 @@ def test_a_run_stopped_before_any_step_continues_bit_for_bit(whole, tmp_path, mo
 def test_a_run_killed_at_a_random_moment_continues_bit_for_bit(whole, tmp_path, seed):
     kill_after, lost = random.Random(seed).uniform(0.2, 2.5), []
     child = [sys.executable, __file__, str(tmp_path)]
-    process = subprocess.Popen(child, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    time.sleep(kill_after)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    with subprocess.Popen(child, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(kill_after)
+        process.send_signal(signal.SIGKILL)
     with Checkpoints(tmp_path / "checkpoints", settings=SETTINGS, model=MODEL) as checkpoints:
         lost.append(len(losses(tmp_path)) - (checkpoints.latest or 0))
     # One interval since the save, and the one during which the save was still being written.

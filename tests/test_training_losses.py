@@ -132,18 +132,25 @@ def test_kl_gradient_is_softmax_minus_teacher():
     np.testing.assert_allclose(got, np.exp(scores) / np.exp(scores).sum() - mass, atol=NATS)
 
 
-def test_attend_all_is_attention_over_every_visible_entry():
+def test_attend_all_is_attention_over_every_visible_entry_with_its_gradients():
     from pallas_kernels.gather_attention import gather_attention
 
     a = lesson_arrays(4)
     lesson, _, entries, seen = parts(a)
     every = jnp.where(seen.seen(7), jnp.arange(7, dtype=jnp.int32), -1)
-    planes = [(p.codes, p.scales) for p in (lesson.window, entries)]
-    want = gather_attention(
-        lesson.query_BTNH, lesson.sink_N, planes[0], a["window_index"], planes[1], every, scale=0.5, window_format=None
-    )
-    got = distill.attend_all(lesson, a["window_index"], entries, seen)
-    np.testing.assert_allclose(got, want, atol=NATS)
+    floats = lesson.query_BTNH, lesson.sink_N, lesson.window.codes, entries.codes
+
+    def gathered(query, sink, window, rows):
+        planes = (window, lesson.window.scales), a["window_index"], (rows, entries.scales), every
+        return gather_attention(query, sink, *planes, scale=0.5, window_format=None)
+
+    def all_(query, sink, window, rows):
+        return distill.attend_all(query, sink, window, a["window_index"], rows, seen)
+
+    weights = jnp.cos(jnp.arange(lesson.query_BTNH.size, dtype=jnp.float32)).reshape(lesson.query_BTNH.shape)
+    for fn in (lambda f: f, lambda f: jax.grad(lambda *x: (f(*x) * weights).sum(), argnums=(0, 1, 2, 3))):
+        got, want = (fn(f)(*floats) for f in (all_, gathered))
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=NATS), got, want)
 
 
 def test_recall_counts_the_mass_of_the_heaviest():

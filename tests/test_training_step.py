@@ -78,6 +78,20 @@ def test_thirty_steps_learn():
     assert moved.any() and np.abs(moved).max() <= 30 * step.Options().bias_step + ORDER
 
 
+def test_dense_attention_is_the_sparse_one_where_everything_is_selected():
+    short = ((8, 6), (3, 1, 4), (8,), (2,), (7, 7), (8, 8), (5, 1, 1), (1,))  # up to 4 entries in a document
+    assert EXACT.index_topk == 4
+    batch = packed(EXACT, lengths=short, columns=32)
+    want, _ = gradients(master(EXACT), batch, cfg=EXACT, options=step.Options())
+    got, sums = gradients(master(EXACT), batch, cfg=EXACT, options=step.Options(stage="dense"))
+    assert not sums.kl_S.any()
+    train = step.trainable(master(EXACT), stage="dense")
+    kept = [jax.tree.map(lambda on, g: g if on else None, train, g) for g in (got, want)]
+    assert len(jax.tree.leaves(kept[0])) > 30
+    assert_close(*kept)
+    assert not any(np.asarray(g).any() for on, g in zip(*map(jax.tree.leaves, (train, got)), strict=True) if not on)
+
+
 def test_bias_moves_toward_balance():
     params = {"layers": [{"ffn": {"gate": {"bias": jnp.zeros(3), "weight": jnp.ones(3)}}}]}
     moved = step.balance_bias(params, jnp.array([[4.0, 1.0, 2.5]]), step=0.001)
@@ -88,6 +102,9 @@ def test_warmup_trains_indexers_only():
     train = step.trainable(master(SMALL), stage="warmup")
     names = [jax.tree_util.keystr(p, simple=True, separator=".") for p, on in jax.tree.leaves_with_path(train) if on]
     assert names and all(".attn.indexer." in name for name in names)
+    train = step.trainable(master(SMALL), stage="dense")
+    names = [jax.tree_util.keystr(p, simple=True, separator=".") for p, on in jax.tree.leaves_with_path(train) if on]
+    assert names and not any(".attn.indexer." in name for name in names)
     train = step.trainable(master(SMALL), stage="sparse")
     off = [jax.tree_util.keystr(p, simple=True, separator=".") for p, on in jax.tree.leaves_with_path(train) if not on]
     assert all(name == "token_map" or name.endswith("gate.bias") for name in off)

@@ -4,6 +4,7 @@ Each token's choices are sorted by expert and laid out in tiles of rows that sha
 weights of its expert; the work follows the number of rows, and no expert is touched that no tile needs.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -119,7 +120,7 @@ def sort_to_tiles(expert_N, *, experts: int, tile: int) -> Tiles:
     N = expert_N.size
     tiles = min(N, N // tile + experts)
     order_N = jnp.argsort(expert_N, stable=True).astype(jnp.int32)
-    count_E = jnp.zeros((experts,), jnp.int32).at[expert_N].add(1)
+    count_E = jnp.sum(expert_N[:, None] == jnp.arange(experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
     tiles_E = lax.div(count_E + (tile - 1), jnp.int32(tile))
     end_E = jnp.cumsum(tiles_E, dtype=jnp.int32)
     first_row_E = jnp.cumsum(count_E, dtype=jnp.int32) - count_E
@@ -139,11 +140,37 @@ def _routed(params, x_TD, routes: Routes, *, cfg: Config):
     experts = jax.tree.leaves(params)[0].shape[0]
     tile = tile_rows(tokens * top, experts)
     tiles = sort_to_tiles(routes.expert.reshape(-1), experts=experts, tile=tile)
-    x_SD = x_TD.at[lax.div(tiles.source_S, jnp.int32(top))].get(mode="fill", fill_value=0)
-    weight_S = routes.weight.reshape(-1).at[tiles.source_S].get(mode="fill", fill_value=0)
+    x_SD = _to_slots(x_TD, tiles, top)
+    weight_S = _to_slots(routes.weight.reshape(-1), tiles, 1)
     y_SD = _feed_forward(params, x_SD, weight_S, tiles.expert_M, cfg=cfg)
-    y_ND = y_SD.at[tiles.slot_N].get(unique_indices=True, mode="promise_in_bounds")
-    return y_ND.reshape(tokens, top, -1).sum(1)
+    return _from_slots(y_SD, tiles).reshape(tokens, top, -1).sum(1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _to_slots(x_T, tiles: Tiles, top: int):
+    """Puts rows, each `top` times, where they stand sorted; 0 in empty slots. Its gradient gathers, it adds nowhere."""
+    return x_T.at[lax.div(tiles.source_S, jnp.int32(top))].get(mode="fill", fill_value=0)
+
+
+def _to_slots_backward(top: int, tiles: Tiles, cotangent_S):
+    rows = cotangent_S[tiles.slot_N]
+    return rows.reshape(-1, top, *rows.shape[1:]).sum(1, dtype=jnp.float32).astype(rows.dtype), None
+
+
+_to_slots.defvjp(lambda x_T, tiles, top: (_to_slots(x_T, tiles, top), tiles), _to_slots_backward)
+
+
+@jax.custom_vjp
+def _from_slots(y_S, tiles: Tiles):
+    """Takes the sorted rows back in the order of the routes; its gradient gathers too."""
+    return y_S[tiles.slot_N]
+
+
+def _from_slots_backward(tiles: Tiles, cotangent_N):
+    return cotangent_N.at[tiles.source_S].get(mode="fill", fill_value=0), None
+
+
+_from_slots.defvjp(lambda y_S, tiles: (_from_slots(y_S, tiles), tiles), _from_slots_backward)
 
 
 def _feed_forward(params, x_SD, weight_S, expert_M, *, cfg: Config):

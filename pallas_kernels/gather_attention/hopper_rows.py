@@ -177,13 +177,15 @@ def _store_fp8(words, scales, place, addresses, offset):
         " setp.eq.u32 p, b, 255; selp.b32 $0, 0x7FC00000, s, p;",
         "r", scales, place,
     )  # fmt: skip
+    # Halves of a word by a shift: as a pair of registers, the high half of a word that ptxas knows to be 0 became NaN.
     two = """
         cvt.rn.f16x2.e4m3x2 x, {0}; mov.b32 {{t, u}}, x; cvt.f32.f16 f, t; cvt.f32.f16 g, u;
         mul.f32 f, f, scale; mul.f32 g, g, scale; cvt.rn.bf16x2.f32 {1}, g, f;"""
     for pair, address in zip((words[:2], words[2:]), addresses, strict=True):
         asm(
             ".reg .b16 t, u, p, q, r, s; .reg .b32 x, a, b, c, d; .reg .f32 f, g, scale;"
-            "mov.b32 {p, q}, $1; mov.b32 {r, s}, $2; mov.b32 scale, $3;"
+            "cvt.u16.u32 p, $1; shr.u32 x, $1, 16; cvt.u16.u32 q, x; cvt.u16.u32 r, $2; shr.u32 x, $2, 16;"
+            "cvt.u16.u32 s, x; mov.b32 scale, $3;"
             + "".join(two.format(*names) for names in ("pa", "qb", "rc", "sd"))
             + f"st.shared.v4.b32 [$0 + {offset}], {{a, b, c, d}};",
             "", address, *pair, scale,

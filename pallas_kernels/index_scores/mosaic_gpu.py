@@ -3,7 +3,7 @@
 A row is up to 16 queries of one sequence; its work is the tiles of 64 keys up to the row's largest `visible`. All
 tiles of all rows are laid end to end and cut into one equal range for each multiprocessor, so ragged sequences
 balance. In its range a block of threads keeps the row's queries in shared memory, and each warpgroup walks over every
-sixth (fourth, third) tile on its own:
+fifth (fourth, third) tile on its own:
 
 1. Each thread copies its own keys' bytes, several tiles ahead, and reads only what it copied: no barrier is needed.
    Thread g of a quad owns the 16 bytes of scale group g of two keys, so one scale serves all of its values.
@@ -18,7 +18,7 @@ Blocks past the row's last tile get -inf by plain stores; no key of theirs is re
 T, block_size and the tile are, so block maxima equal the maxima of the scores to the bit.
 
 Cost: a key is 64 + 4 bytes, read once for each row (16 queries): 16.7 us for 1M keys at 4.3 TB/s. A
-query and key take 8192 FLOP. What limits it are the some 300 instructions of a warp for a tile.
+query and key take 8192 FLOP. What limits it are the some 222 instructions of a warp for a tile.
 """
 
 import jax
@@ -27,11 +27,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.index_scores import hopper_tile
+from pallas_kernels.index_scores import hopper_store, hopper_tile
 from pallas_kernels.index_scores.hopper_tile import CHANNELS, GROUP, HEADS, ROWS, TILE
 
-# warpgroups by queries per wgmma: 6 x 80, 4 x 128 or 3 x 168 registers a thread; stages: tiles in flight for each one
-TUNING = {"hopper": {"blocks": 132, "warpgroups": {1: 6, 2: 4, 4: 3}, "stages": 4, "row": 16, "fill": 8192}}
+# warpgroups by queries per wgmma: 5 x 96, 4 x 128 or 3 x 168 registers a thread; stages: slots of each, for tiles on
+# their way and the one in hand
+TUNING = {"hopper": {"blocks": 132, "warpgroups": {1: 5, 2: 4, 4: 3}, "stages": 2, "row": 16, "fill": 8192}}
 HOPPER = TUNING["hopper"]
 
 
@@ -45,7 +46,7 @@ def index_scores(query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, visible_BT, *, f
     if B * T * S == 0:
         return jnp.full((B, T, M), -jnp.inf, jnp.float32)
 
-    step = 4 if T == 4 or T > 6 else 2 if T % 2 == 0 or T == 5 else 1
+    step = 1 if T == 1 else 2 if T in (2, 5, 6) else 4
     row = min(HOPPER["row"], -(-T // step) * step)
     rows = -(-T // row)  # of each sequence
     tiles = -(-S // TILE)
@@ -78,13 +79,14 @@ def index_scores(query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, visible_BT, *, f
             at = div(query, T) * rows + div(rem(query, T), row)
             unscored = (first[at + 1] - first[at]) * (TILE // block_size)
             chunk = HOPPER["fill"]
-            pl.when(unscored < begin + chunk)(lambda: hopper_tile.store_minus_inf(out, query, begin, unscored, chunk))
+            pl.when(unscored < begin + chunk)(lambda: hopper_store.store_minus_inf(out, query, begin, unscored, chunk))
 
         lax.fori_loop(jnp.int32(0), div(B * T * chunks - worker + (workers - 1), workers), fill_chunk, None)
 
     out_QM = score_rows(
         query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, visible_BT, first_R, M, keys_at=keys_at, fill=fill,
         row_of=row_of, first_of=lambda first, row: first[row], rows=rows, row=row, step=step, block_size=block_size,
+        whole=S % TILE == 0,
     )  # fmt: skip
     return out_QM.reshape(B, T, M)
 
@@ -112,7 +114,7 @@ def check(query_BTIJ, codes_BSJ, format):
 
 def score_rows(
     query_BTIJ, weight_BTI, codes_BSJ, scales_BSG, visible_BT, extra, width, *, keys_at, fill, row_of, first_of, rows,
-    row, step, block_size,
+    row, step, block_size, whole=False,
 ):  # fmt: skip
     """Scores places 0, 1, ... of every row of queries, one [TILE] of places at a time: f32 [B * T, width].
 
@@ -123,10 +125,13 @@ def score_rows(
       row_of, first_of: (extra, tile) -> row; (extra, row) -> its first tile, in the order of all rows.
       fill: (extra, visible, out, worker, workers) stores what no tile covers, or None.
       rows, row, step: rows of a sequence, queries in a row, queries in one wgmma.
+      whole: the keys of every tile are neighbours and below S.
     """
     (B, T), S = visible_BT.shape, codes_BSJ.shape[1]
     blocks, warpgroups, stages = HOPPER["blocks"], HOPPER["warpgroups"][step], HOPPER["stages"]
     steps = row // step
+    tiles = B * rows * -(-width * block_size // TILE)
+    together = 2 if step == 1 and tiles > 4 * blocks * warpgroups else 1  # tiles that share sums over lanes and stores
     # Column 16 k + 8 s + 2 g + h of a key holds channel 32 g + 8 (k // 2) + 4 h + 2 (k % 2) + s.
     query = (query_BTIJ.astype(jnp.float32) * jnp.float32(32)).astype(jnp.bfloat16)  # 2^5: see `hopper_tile.expand`
     query = query.reshape(B * T * HEADS, 4, 4, 2, 2, 2)
@@ -159,15 +164,24 @@ def score_rows(
                 place = (low + i * warpgroups) * TILE + plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=ROWS)
                 return place, keys_at(extra, r, place)
 
-            def copy(i):
-                slot = warpgroup * stages + rem(i, stages)
-                pl.when(i < mine)(
-                    lambda: hopper_tile.copy_keys(codes, scales, codes_smem, scales_smem, slot, sequence, keys_of(i)[1])
-                )
+            def slot_of(i, j):
+                turn, place = divmod(j, together)
+                return warpgroup * stages + rem(i + turn, stages // together) * together + place
+
+            def copy(i, j):
+                """Starts the copy of tile i * together + j."""
+                tile = i * together + j
+
+                @pl.when(tile < mine)
+                def _():
+                    key = keys_of(tile)[1]
+                    smem = codes_smem, scales_smem, slot_of(i, j)
+                    hopper_tile.copy_keys(codes, scales, *smem, sequence, key, whole)
+
                 hopper_tile.commit_copies()
 
-            for i in range(stages - 1):
-                copy(jnp.int32(i))
+            for j in range(stages - 1):
+                copy(jnp.int32(0), j)
 
             # The last row's queries are overwritten only after every warpgroup has left it.
             plgpu.barrier_arrive(free)
@@ -183,27 +197,49 @@ def score_rows(
 
             plgpu.barrier_wait(loaded)
 
-            def score_tile(i, _):
-                copy(i + (stages - 1))
-                keys_SJ = hopper_tile.expand(codes_smem, scales_smem, warpgroup * stages + rem(i, stages), stages)
-                place, key = keys_of(i)
+            def constants(n):
+                """What is the same for all tiles: the weights of a step's heads and how far its queries see."""
+                first, left = first_query + n * step, queries - n * step
+                weights = hopper_tile.load_weights(weight_smem, n, step)
+                return weights, hopper_store.load_visible(visible, first, left, step, S)
 
-                def score_step(n, _):
-                    dots = pl.run_scoped(
+            once = constants(jnp.int32(0)) if steps == 1 else None
+
+            def score_tiles(i, _):
+                spots = [keys_of(i * together + j) for j in range(together)]
+
+                def totals_of(keys_SJ, n, weights):
+                    dots_SH = pl.run_scoped(
                         lambda acc: (plgpu.wgmma(acc, keys_SJ, query_smem.at[n].transpose((1, 0))), acc[...])[1],
                         plgpu.ACC((TILE, step * HEADS), jnp.float32),
                     )
-                    hopper_tile.reduce(
-                        dots, weight_smem, visible, out, n, first_query + n * step, queries - n * step, place, key,
-                        step=step, block_size=block_size, keys=S, width=width,
+                    return hopper_tile.weigh(dots_SH, weights, step)
+
+                def expand(j):
+                    copy(i, j + stages - 1)
+                    return hopper_tile.expand(codes_smem, scales_smem, slot_of(i, j), stages)
+
+                def store(totals, n, visible_of_lane):
+                    items = queries - n * step if step > 1 else jnp.minimum(mine - i * together, together)
+                    hopper_store.store_scores(
+                        totals, out, visible_of_lane, first_query + n * step, items, *zip(*spots, strict=True),
+                        step=step, block_size=block_size,
                     )  # fmt: skip
 
                 if steps == 1:
-                    score_step(jnp.int32(0), None)
-                else:
-                    lax.fori_loop(jnp.int32(0), div(queries + (step - 1), step), score_step, None)
+                    weights, visible_of_lane = once
+                    totals = [totals_of(expand(j), jnp.int32(0), weights) for j in range(together)]
+                    store(totals, jnp.int32(0), visible_of_lane)
+                    return
+                keys_SJ = expand(0)
 
-            lax.fori_loop(jnp.int32(0), mine, score_tile, None)
+                def score_step(n, _):
+                    weights, visible_of_lane = constants(n)
+                    store([totals_of(keys_SJ, n, weights)], n, visible_of_lane)
+
+                lax.fori_loop(jnp.int32(0), div(queries + (step - 1), step), score_step, None)
+
+            lax.fori_loop(jnp.int32(0), div(mine + (together - 1), together), score_tiles, None)
 
         last = jnp.where(start < stop, row_of(extra, jnp.maximum(stop - 1, 0)) + 1, 0)
         lax.fori_loop(row_of(extra, start), last, score_row, None)

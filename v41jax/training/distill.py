@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.blocks import by_query_block, fitting
-from pallas_kernels.gather_attention.reference import EXACT, gather
+from pallas_kernels.gather_attention.reference import gather
 from pallas_kernels.index_scores.reference import weighted_relu
+from pallas_kernels.products import contract
 from v41jax import quant
 from v41jax.cache import take_rows
 from v41jax.quant import Packed
@@ -52,50 +53,52 @@ def entry_range(documents: Documents, ratio: int) -> Range:
     return Range(documents.first_BT(ratio), documents.visible_BT(ratio))
 
 
-def _scores(lesson: Lesson, window_BTW, rows, seen_BTE):
+def _scores(query_BTNH, sink_N, windows_BTWH, seen_BTW, rows, seen_BTE):
     """f32 scaled scores [B, T, N, W] and [B, T, N, E], -inf where not seen, and the log of each head's denominator.
 
     `rows` are [B, E, H], the same for all queries, or [B, T, E, H].
     """
-    query, scale = lesson.query_BTNH, jnp.float32(lesson.query_BTNH.shape[-1] ** -0.5)
-    planes = (lesson.window.codes, lesson.window.scales)
-    windows, seen_BTW = gather(planes, None, window_BTW, None, lesson.window.format, None, query.dtype)
-    subscripts = "btnh,beh->btne" if rows.ndim == 3 else "btnh,bteh->btne"
-    near = jnp.einsum("btnh,btwh->btnw", query, windows, **EXACT) * scale
-    far = jnp.einsum(subscripts, query, rows, **EXACT) * scale
+    scale = jnp.float32(query_BTNH.shape[-1] ** -0.5)
+    near = contract("btnh,btwh->btnw", query_BTNH, windows_BTWH) * scale
+    far = contract("btnh,beh->btne" if rows.ndim == 3 else "btnh,bteh->btne", query_BTNH, rows) * scale
     near = jnp.where(seen_BTW[:, :, None], near, -jnp.inf)
     far = jnp.where(seen_BTE[:, :, None], far, -jnp.inf)
-    sink = jnp.broadcast_to(lesson.sink_N[:, None], (*near.shape[:3], 1))
-    return near, far, windows, jax.nn.logsumexp(jnp.concatenate([near, far, sink], axis=-1), axis=-1)
+    sink = jnp.broadcast_to(sink_N[:, None], (*near.shape[:3], 1))
+    return near, far, jax.nn.logsumexp(jnp.concatenate([near, far, sink], axis=-1), axis=-1)
 
 
 def log_mass(lessons: list[Lesson], window_BTW, rows, seen_BTE):
     """Sums attention probabilities over heads and lessons: f32 [B, T, E] logarithms, -inf where not seen."""
     parts = []
-    for lesson in lessons:
-        _, far, _, total = _scores(lesson, window_BTW, rows, seen_BTE)
+    for query, sink, window in lessons:
+        windows = gather((window.codes, window.scales), None, window_BTW, None, window.format, None, query.dtype)
+        _, far, total = _scores(query, sink, *windows, rows, seen_BTE)
         parts.append(far - total[..., None])
     return jax.nn.logsumexp(jnp.concatenate(parts, axis=2), axis=2)
 
 
-def attend_all(lesson: Lesson, window_BTW, entries: Packed, seen: Range):
-    """Attends to the window and to every visible entry: what `gather_attention` would with all of them selected."""
-    rows = quant.dequantize(entries, lesson.query_BTNH.dtype)
+def attend_all(query_BTNH, sink_N, window_BTH, window_BTW, rows_BSH, seen: Range):
+    """Attends to the window and to every visible entry: what `gather_attention` does with all of them selected.
 
-    def attend(query, window, seen):
-        near, far, windows, total = _scores(lesson._replace(query_BTNH=query), window, rows, seen.seen(rows.shape[1]))
+    Window rows and entries are floats of the query's dtype; all of them, the query and the sink get gradients.
+    """
+
+    @jax.checkpoint
+    def attend(query, index, seen):
+        near_rows = jnp.where((index >= 0)[..., None], take_rows(window_BTH, index), 0)
+        near, far, total = _scores(query, sink_N, near_rows, index >= 0, rows_BSH, seen.seen(rows_BSH.shape[1]))
         near, far = (jnp.exp(part - total[..., None]).astype(query.dtype) for part in (near, far))
-        out = jnp.einsum("btnw,btwh->btnh", near, windows, **EXACT) + jnp.einsum("btne,beh->btnh", far, rows, **EXACT)
+        out = contract("btnw,btwh->btnh", near, near_rows) + contract("btne,beh->btnh", far, rows_BSH)
         return out.astype(query.dtype)
 
-    block = _queries_at_once([lesson], window_BTW, rows.shape[1])
-    return by_query_block(attend, block, lesson.query_BTNH, window_BTW, seen)
+    block = _queries_at_once(1, query_BTNH, window_BTW, rows_BSH.shape[1])
+    return by_query_block(attend, block, query_BTNH, window_BTW, seen)
 
 
-def _queries_at_once(lessons, window_BTW, rows):
+def _queries_at_once(lessons: int, query_BTNH, window_BTW, rows: int):
     """Bounds the scores of a block of queries over so many rows, and the window rows that every query has to itself."""
-    B, _, N, H = lessons[0].query_BTNH.shape
-    return fitting(4 * B * ((window_BTW.shape[2] + rows) * N * len(lessons) + window_BTW.shape[2] * H))
+    B, _, N, H = query_BTNH.shape
+    return fitting(4 * B * ((window_BTW.shape[2] + rows) * N * lessons + window_BTW.shape[2] * H))
 
 
 def _blocks(fn, rows: int, lessons: list[Lesson], window_BTW, *arrays_BT):
@@ -106,7 +109,7 @@ def _blocks(fn, rows: int, lessons: list[Lesson], window_BTW, *arrays_BT):
         own = [lesson._replace(query_BTNH=query) for lesson, query in zip(lessons, queries, strict=True)]
         return fn(own, *arrays)
 
-    at_once = _queries_at_once(lessons, window_BTW, rows)
+    at_once = _queries_at_once(len(lessons), lessons[0].query_BTNH, window_BTW, rows)
     return by_query_block(block, at_once, [lesson.query_BTNH for lesson in lessons], window_BTW, *arrays_BT)
 
 

@@ -195,14 +195,20 @@ def _attend(
         planes, format = (source.entries.codes, source.entries.scales), source.entries.format
         chosen, entry = selection.entry_BTK, source.entry_BSH
     if dense and taught is not None:
+        rows = _straight_through(row, window), _straight_through(source.entry_BSH, source.entries)
         seen = distill.entry_range(documents, layer.ratio)
-        out = distill.attend_all(taught.lesson, window_BTW, source.entries, seen)
+        out = distill.attend_all(query, weights["attn_sink"], rows[0], window_BTW, rows[1], seen)
     else:
         out = gather_attention(
             query, weights["attn_sink"], (window.codes, window.scales), window_BTW, planes, chosen, (row, entry),
             scale=cfg.head_dim**-0.5, window_format=window.format, entry_format=format,
         )  # fmt: skip
     return attention.output(weights, out, position_BT, frequency=frequency, cfg=cfg), selection, taught
+
+
+def _straight_through(floats, rounded: Packed):
+    """What was rounded, whose gradient goes to the floats it was rounded from."""
+    return quant.dequantize(rounded, floats.dtype) + (floats - jax.lax.stop_gradient(floats))
 
 
 class Sums(NamedTuple):

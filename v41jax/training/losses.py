@@ -66,20 +66,21 @@ def balance(logits_BTE, expert_BTK, document_BT, *, cfg: Config):
     Returns:
       f32 scalar: a document of n evenly routed tokens has n; and f32 [E], routes of each expert.
     """
-    B, T, E = logits_BTE.shape
+    _, T, E = logits_BTE.shape
     scores = moe.score(logits_BTE, cfg=cfg)
     scores = scores / (scores.sum(-1, keepdims=True) + jnp.float32(1e-20))
     valid = (document_BT >= 0)[..., None]
-    routes = jax.nn.one_hot(expert_BTK, E, dtype=jnp.float32).sum(2)
-    row = jnp.arange(B, dtype=jnp.int32)[:, None]
-    # Numbered by the column where it begins, a document needs no bound on how many there are.
+    routes = jnp.where(valid, jax.nn.one_hot(expert_BTK, E, dtype=jnp.int32).sum(2), 0)
+    column = jnp.arange(T, dtype=jnp.int32)
     begins = jnp.diff(document_BT, axis=1, prepend=jnp.int32(-2)) != 0
-    segment = jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1
-
-    def by_document(values):
-        return jnp.zeros((B, T, values.shape[-1]), values.dtype).at[row, segment].add(jnp.where(valid, values, 0))
-
-    count, tokens = by_document(routes), by_document(jnp.ones((B, T, 1), jnp.float32))
-    frequency = count * jnp.float32(E / expert_BTK.shape[-1]) / jnp.maximum(tokens, 1)
-    loss = jnp.sum(jax.lax.stop_gradient(frequency) * by_document(scores))
-    return loss, count.sum((0, 1))
+    ends = jnp.diff(document_BT, axis=1, append=jnp.int32(-2)) != 0
+    first = jax.lax.cummax(jnp.where(begins, column, 0), axis=1)
+    last = jax.lax.cummin(jnp.where(ends, column, T - 1), axis=1, reverse=True)
+    before = jnp.pad(jnp.cumsum(routes, axis=1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))
+    count = jnp.take_along_axis(before, last[..., None] + 1, axis=1) - jnp.take_along_axis(
+        before, first[..., None], axis=1
+    )
+    tokens = (last - first + 1)[..., None]
+    # The sum over a document of f times its mean P is that of f times each token's own score.
+    frequency = count.astype(jnp.float32) * jnp.float32(E / expert_BTK.shape[-1]) / tokens.astype(jnp.float32)
+    return jnp.sum(jnp.where(valid, frequency * scores, 0)), routes.sum((0, 1)).astype(jnp.float32)
