@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 ACCEPTANCE, DRAFT = 1, 2  # folded into a position's key for draws other than the token's own
+ALTERNATIVES = 20  # most best tokens reported beside each one made
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class Sampling:
     temperature: float = 0.0  # 0 takes the best token, the lowest id on ties
     top_k: int = 0  # keep the k best tokens; 0 keeps all
     top_p: float = 1.0  # keep the fewest best tokens whose probabilities reach this sum
+    alternatives: int = 0  # report so many best tokens beside each token made, 0 to ALTERNATIVES
 
     def __post_init__(self):
         if not 0 <= self.temperature < float("inf"):
@@ -29,6 +31,8 @@ class Sampling:
             raise ValueError(f"top_k={self.top_k}; it must be 0 (all tokens) or more, below 2^31")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}; it must be over 0 and at most 1")
+        if not 0 <= self.alternatives <= ALTERNATIVES:
+            raise ValueError(f"alternatives={self.alternatives}; legal are 0 to {ALTERNATIVES}")
 
 
 class Rows(NamedTuple):
@@ -38,6 +42,16 @@ class Rows(NamedTuple):
     top_k_B: jax.Array  # i32
     top_p_B: jax.Array  # f32
     key_B: jax.Array  # typed keys
+    alternatives_B: jax.Array  # i32
+
+
+class Made(NamedTuple):
+    """Tokens made, [B, T], and what the model itself thought of them, before temperature and cuts."""
+
+    token_BT: jax.Array  # i32, -1 behind a row's tokens
+    logprob_BT: jax.Array  # f32, ln of the probability of each; 0 behind them
+    best_BTA: jax.Array  # i32, the best tokens, best first, the lower id on ties; zeros unless a row asks for them
+    best_logprob_BTA: jax.Array  # f32
 
 
 def rows(settings: Sequence[Sampling], key_B) -> Rows:
@@ -47,6 +61,7 @@ def rows(settings: Sequence[Sampling], key_B) -> Rows:
         jnp.array([s.top_k for s in settings], jnp.int32),
         jnp.array([s.top_p for s in settings], jnp.float32),
         key_B,
+        jnp.array([s.alternatives for s in settings], jnp.int32),
     )
 
 
@@ -100,6 +115,24 @@ def sample(logits_BV, rows: Rows, position_B):
     """Draws the token of each row that will stand at i32 position_B: i32 [B]."""
     key_BT = position_keys(rows.key_B, position_B[:, None])
     return draw(key_BT, restrict(logits_BV[:, None], rows))[:, 0]
+
+
+def report(token_BT, logits_BTV, rows: Rows) -> Made:
+    """Looks up what the model thought of tokens i32 [B, T], -1 where none, in its own logits."""
+    logprob_BTV = jax.nn.log_softmax(logits_BTV, axis=-1)
+    logprob_BT = jnp.take_along_axis(logprob_BTV, jnp.maximum(token_BT, 0)[..., None], axis=-1)[..., 0]
+    most = min(ALTERNATIVES, logits_BTV.shape[-1])
+
+    def best(logprob_BTV):
+        logprob_BTA, token_BTA = jax.lax.top_k(logprob_BTV, most)
+        return token_BTA.astype(jnp.int32), logprob_BTA
+
+    def none(logprob_BTV):
+        shape = (*logprob_BTV.shape[:2], most)
+        return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+    asked = jnp.any(rows.alternatives_B > 0)  # a sort of the vocabulary, as in `restrict`
+    return Made(token_BT, jnp.where(token_BT >= 0, logprob_BT, 0), *jax.lax.cond(asked, best, none, logprob_BTV))
 
 
 def sample_draft(logits_BV, rows: Rows, position_B):

@@ -38,13 +38,6 @@ class Block(NamedTuple):
     count_B: jax.Array  # i32, 0..n
 
 
-class Made(NamedTuple):
-    """What a step made: up to n + 1 tokens a row, the accepted drafts and one more; -1 behind them."""
-
-    token_BT: jax.Array  # i32
-    logprob_BT: jax.Array  # f32, ln of the model's own probability of each, before temperature and cuts; 0 behind them
-
-
 def check_block(cfg: Config) -> None:
     """Raises ValueError for a model that cannot draft, or whose window cannot take a whole block back."""
     if not cfg.num_nextn_predict_layers:
@@ -77,8 +70,10 @@ def feed(params: Params, cache: Cache, rings: DraftCache | None, tokens_BT, leng
     return logits, cache, rings
 
 
-def step(params: Params, state: Decoding, least_chance, *, cfg: Config) -> tuple[Made, Decoding]:
+def step(params: Params, state: Decoding, least_chance, *, cfg: Config) -> tuple[sampling.Made, Decoding]:
     """Makes 1 to n + 1 tokens in every row that has some left, n = `dspark_block_size` (0 without drafts).
+
+    They are the accepted drafts and one token more.
 
     Args:
       params: of the model.
@@ -86,6 +81,8 @@ def step(params: Params, state: Decoding, least_chance, *, cfg: Config) -> tuple
       least_chance: f32 in 0..1; a draft is verified while the chance that it and those before it are right, as the
         confidence head sees it, is at least this. 0 verifies every block whole. It changes no distribution.
       cfg: static.
+    Returns:
+      what was made, n + 1 columns, and the next state.
     """
     if state.rings is None:
         B, V = state.token_B.size, cfg.vocab_size
@@ -118,7 +115,7 @@ def worth_verifying(confidence_BT, least_chance):
     return jnp.sum(chance_BT >= least_chance, axis=1, dtype=jnp.int32)
 
 
-def verify(params: Params, state: Decoding, block: Block, *, cfg: Config) -> tuple[Made, Decoding]:
+def verify(params: Params, state: Decoding, block: Block, *, cfg: Config) -> tuple[sampling.Made, Decoding]:
     """Feeds the newest token and the drafts in one call, accepts drafts, and draws the token behind them.
 
     What was rejected leaves every array of the state, to the bit, as if it had not been fed.
@@ -148,9 +145,7 @@ def verify(params: Params, state: Decoding, block: Block, *, cfg: Config) -> tup
         after = take_back(params, cache, after, records, tokens_BT, kept_B, cfg=cfg)
 
     made_BT = jnp.where(place < accepted_B[:, None], jnp.roll(tokens_BT, -1, axis=1), last_B[:, None])
-    new_BT = place < kept_B[:, None]
-    logprob_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV, axis=-1), made_BT[..., None], axis=-1)[..., 0]
-    made = Made(jnp.where(new_BT, made_BT, -1), jnp.where(new_BT, logprob_BT, 0))
+    made = sampling.report(jnp.where(place < kept_B[:, None], made_BT, -1), logits_BTV, state.rows)
     token_B = jnp.where(state.left_B > 0, last_B, state.token_B)
     return made, Decoding(after, rings, token_B, state.left_B - kept_B, state.rows)
 
