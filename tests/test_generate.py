@@ -10,7 +10,7 @@ import pytest
 import sessions
 from programs import load_script
 
-from v41jax import config, generate, inference, init_params, model
+from v41jax import config, inference, init_params, slots
 from v41jax.assets import BUILT_IN
 from v41jax.text import RowIds, RowText, load_tokenizer
 
@@ -28,57 +28,16 @@ def test_script_answers_a_ragged_batch_as_the_reference(capsys):
         assert f"\n{word} " in "\n" + err
 
 
-def joined(steps):
-    """The tokens of each row."""
-    return [[t for t in row if t >= 0] for row in np.concatenate(list(steps), axis=1).tolist()]
-
-
-@pytest.fixture
-def traced(monkeypatch):
-    """Lists (mode, width) of every trace of the backbone."""
-    jax.clear_caches()
-    calls, run = [], model.run
-    monkeypatch.setattr(model, "run", lambda *a, **k: calls.append((k["mode"], a[2].shape[1])) or run(*a, **k))
-    return calls
-
-
 def test_chunks_have_few_widths_and_skip_the_decoder_where_exact():
     cfg = config.tiny
-    prompts = [[3] * 200, [3] * 7]
-    chunks = generate.plan_chunks(prompts, cfg=cfg, prefill_chunk=32)
-    assert [c.tokens_BT.shape[1] for c in chunks] == [32] * 6 + [16]
-    assert [int(c.lengths_B.sum()) for c in chunks] == [39] + [32] * 5 + [8]
-    # The short prompt ends in the first chunk; of the long one 36 tokens must follow a chunk that skips.
-    assert [c.encoder_only for c in chunks] == [False] + [200 - 32 * n >= cfg.decoder_tail for n in range(2, 8)]
-    assert [c.encoder_only for c in chunks].count(True) == 4
-
-
-def test_skipped_decoder_changes_no_token_and_a_run_traces_once(traced, quick_compilation):
-    cfg, params = sessions.DRAFTING, init_params(sessions.DRAFTING, jax.random.key(4))
-    prompts = [np.random.default_rng(0).integers(3, cfg.vocab_size, n).tolist() for n in (60, 22)]
-    chunked, whole = (
-        joined(generate.stream(params, prompts, cfg=cfg, max_new_tokens=8, prefill_chunk=width)) for width in (16, 64)
-    )
-    assert chunked == whole
-    # Four chunks and seven steps; then one chunk and seven steps of the same capacity.
-    assert traced == [("full", 1), ("encoder", 16), ("exact", 16), ("exact", 64)]
-
-
-def test_drafts_change_no_greedy_token(traced, quick_compilation):
-    cfg, stats = sessions.DRAFTING, generate.Stats()
-    params = init_params(cfg, jax.random.key(4))
-    prompts = [np.random.default_rng(0).integers(3, cfg.vocab_size, n).tolist() for n in (30, 24)]
-    steps = generate.stream(
-        params, prompts, cfg=cfg, max_new_tokens=18, prefill_chunk=16, drafts=True, stats=stats
-    )  # fmt: skip
-    answers = joined(steps)
-    assert sorted(traced) == [("encoder", 16), ("exact", 16), ("full", 1 + cfg.dspark_block_size)]
-    whole = np.array([(prompt + answer + [0] * 26)[:48] for prompt, answer in zip(prompts, answers, strict=True)])
-    best = np.argmax(inference.forward(params, whole, cfg=cfg), axis=-1)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        assert answer == best[row, len(prompt) - 1 :][:18].tolist()
-    assert stats.decode_tokens == 36
-    assert stats.decode_steps <= 17
+    chunks = slots.plan_chunks([3] * 200, cfg=cfg, prefill_chunk=32)
+    assert [c.tokens_1T.shape[1] for c in chunks] == [32] * 6 + [16]
+    assert [c.length for c in chunks] == [32] * 6 + [8]
+    # 36 tokens must follow a chunk that skips.
+    assert [c.mode for c in chunks] == ["encoder" if 200 - 32 * n >= cfg.decoder_tail else "exact" for n in range(1, 8)]
+    assert [c.mode for c in chunks].count("encoder") == 5
+    layout = slots.Layout(capacity=201, prefill_chunk=32)
+    assert {c.kind for c in chunks} == set(slots.chunk_kinds(layout, cfg))
 
 
 def test_text_never_shows_half_a_character_or_a_stop():
@@ -110,13 +69,13 @@ def test_ids_end_at_the_end_token():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--token-ids", "5,600"], "prompt 0 holds token id 600; legal are 0 to 511"),
+        (["--token-ids", "5,600"], "prompt 0: the prompt holds token id 600; legal are 0 to 511"),
         (["--token-ids", "5,x"], "--token-ids '5,x' is not a list of whole numbers"),
-        (["--token-ids", ""], "every prompt needs a token or more"),
+        (["--token-ids", ""], "prompt 0: the prompt is empty; it needs a token or more"),
         (["--max-new-tokens", "0"], "max_new_tokens=0; it must be 1 or more"),
         (
             ["--token-ids", "5", "--max-new-tokens", "256"],
-            "need 257 positions; the model has max_position_embeddings=256",
+            "need 257 positions; a sequence may hold capacity=256",
         ),
         (["--prefill-chunk", "48"], "prefill_chunk=48; it must be a power of two from 16 on"),
         (["--temperature", "-1"], "temperature=-1.0; it must be 0"),

@@ -17,6 +17,8 @@ LAYERS = [
     {"inference", "release"},
     {"drafts", "checkpoint"},
     {"speculate"},
+    {"slots"},
+    {"engine"},
     {"generate", "training"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

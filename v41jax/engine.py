@@ -1,4 +1,4 @@
-"""The generation engine: requests of any lengths and settings share a fixed batch, come when they come, leave when done.
+"""The generation engine: requests of any lengths and settings share a fixed batch, come and leave as they will.
 
 `Engine.turn` is the heart: it sends the device one chunk of the prompt that is next and one step of all slots, then
 reads what the turn before has made. Requests do not know of each other: the tokens, and their log-probabilities to the
@@ -261,7 +261,11 @@ class Engine:
             ticket.owed -= max(0, count - 1)
             for column in range(0 if ticket.finish else count):
                 asked = ticket.request.settings.alternatives
-                best = zip(best_BTA[row, column, :asked].tolist(), best_logprob_BTA[row, column, :asked].tolist())
+                best = zip(
+                    best_BTA[row, column, :asked].tolist(),
+                    best_logprob_BTA[row, column, :asked].tolist(),
+                    strict=True,
+                )
                 token = int(token_BT[row, column])
                 text = ticket.reader.feed(token)
                 tokens.append(Token(token, float(logprob_BT[row, column]), list(best), text))
