@@ -19,7 +19,7 @@ LAYERS = [
     {"speculate"},
     {"slots"},
     {"engine"},
-    {"generate", "training"},
+    {"generate", "serving", "training"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 BOTTOM = {"config", "safetensors", "text", "assets"}  # these import nothing of ours
