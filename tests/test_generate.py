@@ -17,7 +17,7 @@ from v41jax.text import RowIds, RowText, load_tokenizer
 GREEDY = json.loads((golden_data.GOLDEN / "tiny-fp8fp4" / "greedy.json").read_text())  # a float64 NumPy implementation
 
 
-def test_script_answers_a_ragged_batch_as_the_reference(capsys):
+def test_script_answers_a_ragged_batch_as_the_reference(quick_compilation, capsys):
     ids = [f"--token-ids={','.join(map(str, case['prompt']))}" for case in GREEDY]
     assert load_script("generate").main([*ids, "--max-new-tokens", "40"]) == 0
     out, err = capsys.readouterr()
@@ -96,7 +96,7 @@ def test_script_refuses_in_one_sentence_before_loading(arguments, message, capsy
     assert len(err.strip().splitlines()) == 1
 
 
-def test_quantized_activations_change_the_logits_a_little():
+def test_quantized_activations_change_the_logits_a_little(quick_compilation):
     cfg = dataclasses.replace(sessions.MICRO, quantized=True, formats=config.Formats())
     params = init_params(cfg, jax.random.key(4))
     rounded = dataclasses.replace(cfg, formats=dataclasses.replace(cfg.formats, activation="fp8_e8m0_32"))

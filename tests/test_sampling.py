@@ -89,7 +89,7 @@ N, V = 20_000, 5
 def draft_and_accept(target_VV, draft_VV, key_B, count_B):
     """Two drafts behind token 0 and what is accepted of them, where each token follows the last one by a table."""
     place = jnp.arange(3, dtype=jnp.int32)
-    rows = sampling.Rows(jnp.ones(N), jnp.zeros(N, jnp.int32), jnp.ones(N), key_B)
+    rows = sampling.Rows(jnp.ones(N), jnp.zeros(N, jnp.int32), jnp.ones(N), key_B, jnp.zeros(N, jnp.int32))
     first_B, proposed_1 = sampling.sample_draft(jnp.tile(draft_VV[0], (N, 1)), rows, jnp.zeros(N, jnp.int32))
     second_B, proposed_2 = sampling.sample_draft(draft_VV[first_B], rows, jnp.ones(N, jnp.int32))
     token_BT = jnp.stack([first_B, second_B], axis=1)

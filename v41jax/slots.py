@@ -112,8 +112,10 @@ def empty_slots(cfg: Config, layout: Layout) -> speculate.Decoding:
 
 def feed(params: Params, staged: Staged, tokens_1T, lengths_1, *, cfg: Config, mode: str):
     """Feeds a chunk to the staged row; returns its last token's logits (None in mode "encoder") and the row."""
-    logits, *after = speculate.feed(params, *staged, tokens_1T, lengths_1, cfg=cfg, mode=mode)
-    return logits, Staged(*after)
+    logits, cache, rings = speculate.feed(
+        params, staged.cache, staged.rings, tokens_1T, lengths_1, cfg=cfg, mode=mode
+    )  # fmt: skip
+    return logits, Staged(cache, rings)
 
 
 def admit(state: speculate.Decoding, staged: Staged, logits_1V, rows: Rows, slot, left):
@@ -179,7 +181,8 @@ class Programs:
 
     def scratch_bytes(self) -> int:
         """The most that a program compiled so far needs beside its arguments and results."""
-        return max(program.memory_analysis().temp_size_in_bytes for program in self._compiled.values())
+        analyses = [program.memory_analysis() for program in self._compiled.values()]
+        return max(analysis.temp_size_in_bytes for analysis in analyses if analysis is not None)
 
     def _lower(self, kind) -> jax.stages.Lowered:
         i32, f32 = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)

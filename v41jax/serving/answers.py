@@ -122,5 +122,6 @@ class Answers:
 
     def _named(self, id: int, logprob: float) -> Json:
         text = self._tokenizer.decode([id], skip_special_tokens=False)
-        whole = "\ufffd" not in text  # a token may be a part of a character
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+        if "\ufffd" in text:  # a part of a character: what the vocabulary calls it, which no other token is called
+            return {"token": self._tokenizer.id_to_token(id), "logprob": logprob, "bytes": None}
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
