@@ -11,10 +11,11 @@ import sys
 
 from v41jax import chat, load_checkpoint, load_config
 from v41jax.chat import AnswerText, Message, Style
-from v41jax.engine import Engine, Request
+from v41jax.engine import Engine
 from v41jax.sampling import Sampling
 from v41jax.slots import Layout
 from v41jax.text import load_tokenizer
+from v41jax.tickets import Request
 
 DIM, PLAIN = "\033[2m", "\033[0m"
 

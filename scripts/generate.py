@@ -12,9 +12,9 @@ import time
 
 from v41jax import generate, load_checkpoint, load_config, tree
 from v41jax.assets import BUILT_IN
-from v41jax.engine import Request
 from v41jax.sampling import Sampling
 from v41jax.text import RowIds, RowText, load_tokenizer
+from v41jax.tickets import Request
 
 DEFAULT_PROMPT = "def fibonacci(n):"
 

@@ -30,12 +30,17 @@ def parse(argv):
     parser.add_argument("--capacity", type=int, help="tokens of a sequence", default=argparse.SUPPRESS)
     parser.add_argument("--prefill-chunk", type=int, default=512, help="prompt tokens a call, a power of two")
     parser.add_argument("--drafts", action="store_true", help="speculative decoding with the model's draft stages")
+    parser.add_argument("--memory", type=int, help="bytes on the device (default: all)", default=argparse.SUPPRESS)
+    parser.add_argument("--prefix-bytes", type=int, default=0, help="host memory for prefixes of prompts; 0 keeps none")
+    parser.add_argument(
+        "--prefixes", type=pathlib.Path, help="directory that keeps them while this server does not run"
+    )
     parser.add_argument("--queue", type=int, default=256, help="requests that may wait; more are answered with 429")
     parser.add_argument("--first-token", type=float, default=60, help="seconds a caller waits for the first token")
     parser.add_argument("--answer", type=float, default=600, help="seconds a caller waits for the end of the answer")
     parser.add_argument("--grace", type=int, default=60, help="seconds that calls under way get when it stops")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of activations")
-    return parser.parse_args(argv, argparse.Namespace(name=None, capacity=None))
+    return parser.parse_args(argv, argparse.Namespace(name=None, capacity=None, memory=None))
 
 
 def run(args):
@@ -44,14 +49,23 @@ def run(args):
     if tokenizer is None:
         raise ValueError(f"{args.checkpoint} has no tokenizer.json; this API speaks text")
     capacity = args.capacity or min(8192, cfg.max_position_embeddings)
-    layout = Layout(slots=args.slots, capacity=capacity, prefill_chunk=args.prefill_chunk, drafts=args.drafts)
+    if args.prefixes and not args.prefix_bytes:
+        raise ValueError("--prefixes keeps what is in --prefix-bytes of memory; give that too, such as 10000000000")
+    layout = Layout(
+        slots=args.slots, capacity=capacity, prefill_chunk=args.prefill_chunk, drafts=args.drafts,
+        prefix_bytes=args.prefix_bytes,
+    )  # fmt: skip
     layout.check(cfg)
     _, params = load_checkpoint(args.checkpoint, dtype=args.dtype)
-    engine = Engine(params, cfg, layout, most_waiting=args.queue)
-    engine.programs.warm()
+    engine = Engine(params, cfg, layout, most_waiting=args.queue, memory_bytes=args.memory)
+    engine.warm()
+    if args.prefixes:
+        engine.load_prefixes(args.prefixes)
     model = Model(name=args.name or args.checkpoint.name, cfg=cfg, layout=layout, tokenizer=tokenizer)
     app = make_app(Worker(engine), model, Limits(first_token=args.first_token, answer=args.answer))
     uvicorn.run(app, host=args.host, port=args.port, timeout_graceful_shutdown=args.grace, access_log=False)
+    if args.prefixes:
+        engine.save_prefixes(args.prefixes)
 
 
 def main(argv=None) -> int:

@@ -4,27 +4,38 @@ import dataclasses
 import functools
 import io
 
+import jax
 import numpy as np
 import pytest
 import served
 from programs import load_script
 
-from v41jax import chat, inference, model
+from v41jax import chat, inference, memory, model, tree, v41_flash
 from v41jax.chat import AnswerText, Message
-from v41jax.engine import Busy, Engine, Request
+from v41jax.engine import Engine
+from v41jax.prefixes import Prefixes
 from v41jax.sampling import Sampling
 from v41jax.slots import Layout
 from v41jax.text import RowText
+from v41jax.tickets import Busy, Request
 
 CFG = served.CFG
-LAYOUT = Layout(slots=3, capacity=80, prefill_chunk=16, drafts=True)
+LAYOUT = Layout(slots=3, capacity=80, prefill_chunk=16, drafts=True, prefix_bytes=1 << 20)
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(scope="module")
 def engine(quick_compilation):
     out = Engine(served.params(), CFG, LAYOUT, most_waiting=20)
-    out.programs.warm()
+    out.warm()
+    return out
+
+
+@pytest.fixture(scope="module")
+def cold(engine):
+    """An engine that keeps no prefixes, of the same programs."""
+    out = Engine(served.params(), CFG, dataclasses.replace(LAYOUT, prefix_bytes=0))
+    out.programs = engine.programs
     return out
 
 
@@ -49,9 +60,9 @@ def mixed_requests():
 
 
 @pytest.fixture(scope="module")
-def alone(engine):
+def alone(cold):
     """The answers of all mixed requests, one by one."""
-    return [engine.run([request])[0] for request in mixed_requests()]
+    return [cold.run([request])[0] for request in mixed_requests()]
 
 
 def test_greedy_tokens_are_the_models(alone):
@@ -106,6 +117,59 @@ def test_coming_leaving_and_cancelling_leaves_nothing_behind(engine, alone):
     assert engine._tickets == [None] * LAYOUT.slots
     assert engine._staging is None
     assert int(engine._staged.cache.length_B[0]) == 0
+
+
+def state_of(engine, prompt):
+    """Every array of a slot's state once a prompt is in it, by name, but for how much of it was known."""
+    engine.run([Request(prompt=prompt, max_new_tokens=1)])
+    state = engine._state.cache, engine._state.rings, engine._state.token_B
+    rows = {jax.tree_util.keystr(path): leaf[0] for path, leaf in jax.tree.leaves_with_path(state)}
+    return {name: np.asarray(row) for name, row in rows.items() if "kept" not in name}
+
+
+def differing(got, want):
+    return [name for name in want if not np.array_equal(got[name], want[name])]
+
+
+def test_a_known_prefix_changes_no_bit_of_the_state(engine, cold, monkeypatch):
+    rng = np.random.default_rng(8)
+    first = rng.integers(3, 500, 66).tolist()
+    for shared, length, reused in ((66, 66, 48), (50, 60, 32), (64, 70, 48), (33, 75, 16), (16, 40, 0), (66, 67, 48)):
+        prompt = [*first[:shared], *rng.integers(3, 500, length - shared).tolist()]
+        want, before = state_of(cold, prompt), engine.counts.reused_tokens
+        engine.prefixes = Prefixes(1 << 20)
+        engine.run([Request(prompt=first, max_new_tokens=1)])
+        assert differing(state_of(engine, prompt), want) == []
+        assert engine.counts.reused_tokens - before == reused
+    # And a replay that starts a chunk later would not do.
+    monkeypatch.setattr("v41jax.engine.replay_start", lambda *args: 64)
+    assert differing(state_of(engine, first), state_of(cold, first))
+
+
+def test_prefixes_go_to_disk_and_back(engine, cold, tmp_path, caplog):
+    prompt = np.random.default_rng(9).integers(3, 500, 66).tolist()
+    engine.prefixes = Prefixes(1 << 20)
+    state_of(engine, prompt)
+    engine.save_prefixes(tmp_path)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 4
+
+    engine.prefixes = Prefixes(1 << 20)
+    assert engine.load_prefixes(tmp_path) == 4
+    before = engine.counts.reused_tokens
+    assert differing(state_of(engine, prompt), state_of(cold, prompt)) == []
+    assert engine.counts.reused_tokens - before == 48
+
+    data = bytearray(files[0].read_bytes())
+    data[-5] ^= 1
+    files[0].write_bytes(data)
+    files[1].write_bytes(files[1].read_bytes()[:-1])
+    files[2].rename(files[0].with_stem("0" * 64))
+    engine.prefixes = Prefixes(1 << 20)
+    assert engine.load_prefixes(tmp_path) == 1
+    assert caplog.text.count("is not used: it is damaged") == 3
+    assert engine.prefixes.load(tmp_path, "another", 0) == 0
+    assert "it is of another model, or of other weights, programs or devices" in caplog.text
 
 
 def test_a_stop_string_ends_an_answer_and_frees_the_slot(engine):
@@ -198,3 +262,18 @@ def test_what_cannot_be_served_is_refused(engine, change, message):
 def test_an_engine_that_cannot_be_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         Engine(served.params(), CFG, dataclasses.replace(LAYOUT, **change))
+
+
+def test_a_context_that_does_not_fit_is_refused_with_one_that_does():
+    layout = dataclasses.replace(LAYOUT, capacity=256)
+    weights = tree.nbytes(served.params())
+    room = memory.cache_bytes(CFG, dataclasses.replace(layout, capacity=100))
+    with pytest.raises(ValueError, match=r"capacity=256 tokens in 3 slots .*: the largest capacity that fits is 100;"):
+        Engine(served.params(), CFG, layout, memory_bytes=weights + room)
+    memory.check(CFG, dataclasses.replace(layout, capacity=100), memory=weights + room, weights=weights)
+    with pytest.raises(ValueError, match="no capacity fits; take fewer slots"):
+        Engine(served.params(), CFG, layout, memory_bytes=weights)
+    with pytest.raises(ValueError, match="1000 for working; .* the largest capacity that fits is 98;"):
+        memory.check(CFG, layout, memory=weights + room, weights=weights, scratch=1000)
+    released = Layout(slots=1, capacity=1 << 20)
+    assert memory.cache_bytes(v41_flash, released) == pytest.approx(2 * 890 * 2**20, rel=0.01)

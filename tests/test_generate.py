@@ -19,7 +19,7 @@ GREEDY = json.loads((golden_data.GOLDEN / "tiny-fp8fp4" / "greedy.json").read_te
 
 def test_script_answers_a_ragged_batch_as_the_reference(quick_compilation, capsys):
     ids = [f"--token-ids={','.join(map(str, case['prompt']))}" for case in GREEDY]
-    assert load_script("generate").main([*ids, "--max-new-tokens", "40"]) == 0
+    assert load_script("generate").main([*ids, "--max-new-tokens=40", "--prefill-chunk=16"]) == 0
     out, err = capsys.readouterr()
     answers = [[int(t) for t in block.split("\n")[1].split()] for block in out.split("=== prompt")[1:]]
     end = config.tiny.eos_token_id

@@ -14,10 +14,11 @@ LAYERS = [
     {"cache", "sharding"},
     {"compressor", "indexer", "attention", "mhc", "moe", "engram"},
     {"model"},
-    {"inference", "release"},
+    {"inference", "release", "prefixes"},
     {"drafts", "checkpoint"},
     {"speculate"},
     {"slots"},
+    {"tickets", "memory"},
     {"engine"},
     {"generate", "serving", "training"},
 ]

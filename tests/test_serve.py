@@ -15,13 +15,14 @@ from programs import load_script
 
 from v41jax import chat
 from v41jax.chat import AnswerText, Message, Style
-from v41jax.engine import Engine, Request
+from v41jax.engine import Engine
 from v41jax.sampling import Sampling
 from v41jax.serving.app import Limits, make_app
 from v41jax.serving.protocol import Model
 from v41jax.serving.worker import Worker
 from v41jax.slots import Layout
 from v41jax.text import RowText
+from v41jax.tickets import Request
 
 CFG = served.CFG
 LAYOUT = Layout(slots=4, capacity=120, prefill_chunk=16)
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 @pytest.fixture(scope="module")
 def engine(quick_compilation):
     out = Engine(served.params(), CFG, LAYOUT, most_waiting=200)
-    out.programs.warm()
+    out.warm()
     return out
 
 

@@ -6,114 +6,20 @@ bit, are those a request gets alone.
 """
 
 import collections
-import dataclasses
+import pathlib
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
-from v41jax import sampling, slots
+from v41jax import memory, sampling, slots, tree
 from v41jax.config import Config
 from v41jax.model import Params
-from v41jax.sampling import Made, Sampling
+from v41jax.prefixes import Prefixes, chunk_names, fingerprint, replay_start
+from v41jax.sampling import Made
 from v41jax.slots import Chunk, Layout, Programs
-from v41jax.text import RowIds
-
-GREEDY = Sampling()
-
-
-class Reader(Protocol):
-    """Reads the tokens of one answer as they come: `text.RowText`, `text.RowIds`, `chat.AnswerText`."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more belongs to the answer."""
-        ...
-
-    def feed(self, token: int) -> Any:
-        """Takes the next token; returns what is now certain."""
-        ...
-
-    def flush(self) -> Any:
-        """Ends the answer; returns what was held back."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-    """What one caller wants."""
-
-    prompt: Sequence[int]  # token ids
-    max_new_tokens: int
-    settings: Sampling = GREEDY
-    seed: int = 0  # below 2^32; the same seed gives the same tokens, whatever else is served
-    reader: Callable[[], Reader] = RowIds  # makes what reads the answer, and ends it
-
-    def check(self, cfg: Config, layout: Layout):
-        """Raises ValueError for a request that this model or engine cannot serve."""
-        if not len(self.prompt):
-            raise ValueError("the prompt is empty; it needs a token or more")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens}; it must be 1 or more")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed}; legal are 0 to {2**32 - 1}")
-        wrong = [token for token in self.prompt if not 0 <= token < cfg.vocab_size]
-        if wrong:
-            raise ValueError(f"the prompt holds token id {wrong[0]}; legal are 0 to {cfg.vocab_size - 1}")
-        needed = len(self.prompt) + self.max_new_tokens
-        if needed > layout.capacity:
-            raise ValueError(
-                f"a prompt of {len(self.prompt)} tokens and {self.max_new_tokens} new ones need {needed} positions;"
-                f" a sequence may hold capacity={layout.capacity}"
-            )
-
-
-class Token(NamedTuple):
-    """A token made."""
-
-    id: int
-    logprob: float  # ln of the model's own probability
-    best: list[tuple[int, float]]  # the best tokens and theirs, as many as the request asks for
-    text: Any  # what its reader is now certain of
-
-
-class Update(NamedTuple):
-    """What a turn brought a request."""
-
-    ticket: "Ticket"
-    tokens: list[Token]
-    finish: str | None  # "stop", "length" or "cancelled"; then no more updates come
-    rest: Any  # what the reader had held back, when "length" ends it; else None
-
-
-class Ticket:
-    """A request in the engine. Only the engine changes it."""
-
-    def __init__(self, request: Request):
-        """Starts without a token."""
-        self.request = request
-        self.reader = request.reader()
-        self.made = 0  # tokens read
-        self.owed = request.max_new_tokens  # at most so many are still to be sent for
-        self.finish: str | None = None
-        self.cancelled = False
-
-
-class Busy(RuntimeError):
-    """The queue is full."""
-
-
-@dataclasses.dataclass
-class Counts:
-    """What an engine has done since it was made."""
-
-    prompt_tokens: int = 0
-    made_tokens: int = 0
-    chunks: int = 0
-    steps: int = 0
-    finished: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # by reason
+from v41jax.tickets import Busy, Counts, Request, Ticket, Token, Update
 
 
 class Engine:
@@ -122,21 +28,51 @@ class Engine:
     `submit` and `cancel` may be called from any thread; `turn` from one at a time.
     """
 
-    def __init__(self, params: Params, cfg: Config, layout: Layout, *, most_waiting: int | None = None):
-        """Allocates slots. Nothing is compiled before it is needed; `programs.warm()` compiles all there is.
+    def __init__(
+        self,
+        params: Params,
+        cfg: Config,
+        layout: Layout,
+        *,
+        most_waiting: int | None = None,
+        memory_bytes: int | None = None,
+    ):
+        """Allocates slots; compiles nothing, see `warm`.
 
-        Raises ValueError for sizes that the model cannot have.
+        Args:
+          params, cfg: the model.
+          layout: sizes.
+          most_waiting: requests that may be in the queue; None: any number.
+          memory_bytes: what weights, caches and programs may take together; None: the device's memory.
+        Raises:
+          ValueError: sizes that the model cannot have or the memory cannot hold, with the largest capacity that fits.
         """
         layout.check(cfg)
+        self._memory_bytes = memory.device_memory() if memory_bytes is None else memory_bytes
+        memory.check(cfg, layout, memory=self._memory_bytes, weights=tree.nbytes(params))
         self.cfg, self.layout, self.counts = cfg, layout, Counts()
         self.programs = Programs(params, cfg, layout)
         self._params, self._most_waiting = params, most_waiting
         self._state, self._staged = slots.empty_slots(cfg, layout), slots.empty_staged(cfg, layout)
         self._tickets: list[Ticket | None] = [None] * layout.slots
         self._waiting: collections.deque[Ticket] = collections.deque()
-        self._staging: tuple[Ticket, list[Chunk]] | None = None
+        self._staging: tuple[Ticket, list[Chunk], list[str]] | None = None  # chunks to come, names of all whole ones
         self._under_way: list[tuple[Made, dict[int, Ticket]]] = []  # results on their way, and whose rows they are
         self._lock = threading.Lock()  # of the queue
+        self.prefixes = Prefixes(layout.prefix_bytes)
+        self._token_map = np.asarray(params["token_map"]) if cfg.engram_layer_ids else None
+
+    def warm(self, kinds: Sequence | None = None):
+        """Compiles all programs there are, or those named, before a request needs them.
+
+        Raises:
+          ValueError: what they need for working does not fit beside weights and caches.
+        """
+        self.programs.warm(kinds)
+        memory.check(
+            self.cfg, self.layout, memory=self._memory_bytes, weights=tree.nbytes(self._params),
+            scratch=self.programs.scratch_bytes(),
+        )  # fmt: skip
 
     @property
     def waiting(self) -> int:
@@ -215,12 +151,10 @@ class Engine:
             with self._lock:
                 ticket = self._waiting.popleft() if self._waiting else None
             if ticket is not None:
-                prompt = ticket.request.prompt
-                chunks = slots.plan_chunks(prompt, cfg=self.cfg, prefill_chunk=self.layout.prefill_chunk)
-                self._staging = ticket, chunks
+                self._staging = self._stage(ticket)
         if self._staging is None:
             return
-        ticket, chunks = self._staging
+        ticket, chunks, names = self._staging
         chunk = chunks.pop(0)
         logits, self._staged = self.programs[chunk.kind](
             self._params, self._staged, chunk.tokens_1T, np.array([chunk.length], np.int32)
@@ -235,9 +169,61 @@ class Engine:
             self._state, self._staged, logits, rows, np.int32(slot), np.int32(ticket.owed)
         )
         self._tickets[slot] = ticket
+        self._remember(names)
         self._staging, self._staged = None, self.programs["clear"](self._staged)
         self.counts.prompt_tokens += len(ticket.request.prompt)
         yield made, {0: ticket}
+
+    def _stage(self, ticket: Ticket) -> tuple[Ticket, list[Chunk], list[str]]:
+        """Plans a prompt's chunks, and puts what is known of its beginning into the staged row."""
+        prompt, width = ticket.request.prompt, self.layout.prefill_chunk
+        chunks = slots.plan_chunks(prompt, cfg=self.cfg, prefill_chunk=width)
+        if not self.layout.prefix_bytes:
+            return ticket, chunks, []
+        names = chunk_names(prompt, [chunk.mode for chunk in chunks], width)
+        blocks = self.prefixes.find(names)
+        start = replay_start(len(prompt), len(blocks) * width, width, self.cfg)
+        if start == 0:
+            return ticket, chunks, names
+        for number, block in enumerate(blocks):
+            self._staged = self.programs["put"](self._staged, self._planes(block), np.int32(number * width))
+        history = self.cfg.engram_max_ngram_size - 1
+        ngram_1N = np.zeros((1, 0), np.int32)
+        if self._token_map is not None:
+            ngram_1N = self._token_map[np.asarray(prompt[start - history : start])][None]
+        self._staged = self.programs["resume"](
+            self._staged, np.int32(start), np.int32(len(blocks) * width), ngram_1N
+        )  # fmt: skip
+        ticket.reused = start
+        self.counts.reused_tokens += start
+        return ticket, chunks[start // width :], names
+
+    def _remember(self, names: list[str]):
+        """Keeps the blocks of the staged prompt that are not known yet."""
+        for number, name in enumerate(names):
+            if name not in self.prefixes:
+                block = self.programs["take"](self._staged.cache, np.int32(number * self.layout.prefill_chunk))
+                planes = jax.tree.leaves(jax.device_get(block))
+                self.prefixes.add(name, b"".join(plane.tobytes() for plane in planes))
+
+    def _planes(self, block: bytes):
+        """Turns the bytes of a block into its arrays."""
+        described, first, planes = self.programs.block, 0, []
+        for plane in jax.tree.leaves(described):
+            count = int(np.prod(plane.shape))
+            planes.append(np.frombuffer(block, plane.dtype, count, first).reshape(plane.shape))
+            first += planes[-1].nbytes
+        return jax.tree.unflatten(jax.tree.structure(described), planes)
+
+    def save_prefixes(self, directory: str | pathlib.Path):
+        """Writes the prefixes that are known to a directory."""
+        self.prefixes.save(directory, fingerprint(self._params, self.cfg, self.layout.prefill_chunk))
+
+    def load_prefixes(self, directory: str | pathlib.Path) -> int:
+        """Reads prefixes that an engine of the same weights, programs and devices saved; returns how many blocks."""
+        block_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.programs.block))
+        print_ = fingerprint(self._params, self.cfg, self.layout.prefill_chunk)
+        return self.prefixes.load(directory, print_, block_bytes)
 
     def _decode(self):
         """Sends a step of all slots, if one of them has tokens to make that no step under way makes for certain."""

@@ -4,14 +4,13 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 
-import jax
-
-from v41jax import slots
+from v41jax import memory, slots
 from v41jax.cache import bytes_per_token, window_bytes
 from v41jax.config import Config
-from v41jax.engine import Engine, Request, Update
+from v41jax.engine import Engine
 from v41jax.model import Params
 from v41jax.slots import Layout
+from v41jax.tickets import Request, Update
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -73,10 +72,9 @@ def stream(
     engine = Engine(params, cfg, layout)
     plans = [slots.plan_chunks(r.prompt, cfg=cfg, prefill_chunk=layout.prefill_chunk) for r in requests]
     kinds = dict.fromkeys(chunk.kind for plan in plans for chunk in plan)
-    engine.programs.warm(["step", "admit", "clear", *kinds])
-    described = jax.eval_shape(lambda: (slots.empty_slots(cfg, layout), slots.empty_staged(cfg, layout)))
-    stats.cache_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(described))
-    stats.capacity, stats.window_bytes, stats.token_bytes = layout.capacity, window_bytes(cfg), bytes_per_token(cfg)
+    engine.warm(["step", "admit", "clear", *kinds])
+    stats.capacity, stats.cache_bytes = layout.capacity, memory.cache_bytes(cfg, layout)
+    stats.window_bytes, stats.token_bytes = window_bytes(cfg), bytes_per_token(cfg)
     stats.compile_seconds = time.perf_counter() - started
 
     started = time.perf_counter()

@@ -8,6 +8,7 @@ it, a sequence costs the copy of one row once, and no step looks up a page.
 
 import concurrent.futures
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from v41jax import sampling, speculate
+from v41jax import prefixes, sampling, speculate
 from v41jax.cache import Cache, init_cache
 from v41jax.config import Config
 from v41jax.drafts import DraftCache, init_draft_cache
@@ -35,6 +36,7 @@ class Layout:
     prefill_chunk: int = 512  # most prompt tokens a call, a power of two
     drafts: bool = False  # decode speculatively
     least_chance: float = 0.0  # see `speculate.step`
+    prefix_bytes: int = 0  # host memory for prefixes of prompts (`prefixes`); 0 keeps none
 
     def check(self, cfg: Config):
         """Raises ValueError for sizes that this model cannot have."""
@@ -47,6 +49,10 @@ class Layout:
                 f"capacity={self.capacity} tokens; legal are 2 to max_position_embeddings={cfg.max_position_embeddings}"
             )
         speculate.check(cfg, drafts=self.drafts, least_chance=self.least_chance)
+        if self.prefix_bytes < 0:
+            raise ValueError(f"prefix_bytes={self.prefix_bytes}; it must be 0 (keep no prefixes) or more")
+        if self.prefix_bytes:
+            prefixes.check(cfg, self.prefill_chunk)
 
 
 class Chunk(NamedTuple):
@@ -118,6 +124,17 @@ def feed(params: Params, staged: Staged, tokens_1T, lengths_1, *, cfg: Config, m
     return logits, Staged(cache, rings)
 
 
+def put(staged: Staged, block, first) -> Staged:
+    """Writes a block of a known prefix into the staged row; see `prefixes.put`."""
+    return staged._replace(cache=prefixes.put(staged.cache, block, first))
+
+
+def resume(staged: Staged, start, kept, ngram_1N) -> Staged:
+    """Sets the staged row to be fed from token `start` on; see `prefixes.resume`."""
+    cache, rings = prefixes.resume(staged.cache, start, kept, ngram_1N), staged.rings
+    return Staged(cache, None if rings is None else dataclasses.replace(rings, length_B=cache.length_B))
+
+
 def admit(state: speculate.Decoding, staged: Staged, logits_1V, rows: Rows, slot, left):
     """Draws the token behind a staged prompt and copies the row into a slot.
 
@@ -172,12 +189,20 @@ class Programs:
 
     def warm(self, kinds: Sequence | None = None):
         """Compiles programs, all that the engine can need if not told which, several at once."""
-        kinds = ["step", "admit", "clear", *chunk_kinds(self._layout, self._cfg)] if kinds is None else kinds
+        if kinds is None:
+            reuse = ["take", "put", "resume"] if self._layout.prefix_bytes else []
+            kinds = ["step", "admit", "clear", *reuse, *chunk_kinds(self._layout, self._cfg)]
         lowered = {kind: self._lower(kind) for kind in kinds if kind not in self._compiled}
         with concurrent.futures.ThreadPoolExecutor() as pool:  # XLA leaves Python free while it works
             compiled = pool.map(lambda program: program.compile(), lowered.values())
             bar = tqdm(compiled, total=len(lowered), desc="compile", unit="program", disable=None, leave=False)
             self._compiled |= dict(zip(lowered, bar, strict=True))
+
+    @property
+    def block(self):
+        """What a block of a prefix is, in ShapeDtypeStructs."""
+        take = functools.partial(prefixes.take, chunk=self._layout.prefill_chunk)
+        return jax.eval_shape(take, self._staged.cache, jax.ShapeDtypeStruct((), jnp.int32))
 
     def scratch_bytes(self) -> int:
         """The most that a program compiled so far needs beside its arguments and results."""
@@ -196,6 +221,13 @@ class Programs:
             return jax.jit(admit, donate_argnames="state").lower(self._state, self._staged, logits_1V, rows, i32, i32)
         if kind == "clear":
             return jax.jit(clear, donate_argnames="staged").lower(self._staged)
+        if kind == "take":
+            jitted = jax.jit(prefixes.take, static_argnames="chunk")
+            return jitted.lower(self._staged.cache, i32, chunk=self._layout.prefill_chunk)
+        if kind == "put":
+            return jax.jit(put, donate_argnames="staged").lower(self._staged, self.block, i32)
+        if kind == "resume":
+            return jax.jit(resume, donate_argnames="staged").lower(self._staged, i32, i32, self._staged.cache.ngram_BN)
         width, mode = kind
         tokens_1T, lengths_1 = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, width), (1,)))
         jitted = jax.jit(feed, static_argnames=("cfg", "mode"), donate_argnames="staged")

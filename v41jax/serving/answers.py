@@ -5,8 +5,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from v41jax.engine import Token, Update
 from v41jax.serving.protocol import Call
+from v41jax.tickets import Token, Update
 
 Json = dict[str, Any]
 
@@ -30,6 +30,7 @@ class Answers:
         """Starts with empty choices; `end` is the token that ends an answer and is no part of it."""
         self._call, self._tokenizer, self._end = call, tokenizer, end
         self._common = {"id": id, "created": created, "model": model}
+        self.reused = 0  # prompt tokens that were taken from known prefixes
         self.choices = [Choice(index) for index in range(len(call.requests))]
 
     @property
@@ -41,6 +42,8 @@ class Answers:
         """Adds what a turn brought one answer; returns a Choice of that alone."""
         choice, new = self.choices[index], Choice(index, finish=update.finish)
         before = len(choice.content)
+        if not choice.tokens:
+            self.reused += update.ticket.reused
         for token in update.tokens:
             if self._call.logprobs and token.id != self._end:
                 new.logprobs.append(self._logprob(token, before + len(new.content)))
@@ -82,7 +85,12 @@ class Answers:
         """Counts tokens."""
         made = sum(choice.tokens for choice in self.choices)
         prompt = self._call.prompt_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+            "prompt_tokens_details": {"cached_tokens": self.reused},
+        }
 
     def _chunk(self, choices: list[Json]) -> Json:
         kind = "chat.completion.chunk" if self._call.chat else "text_completion"

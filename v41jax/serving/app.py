@@ -16,12 +16,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from v41jax.engine import Busy, Ticket, Update
 from v41jax.serving import metrics
 from v41jax.serving.answers import Answers
 from v41jax.serving.fields import BadRequest, parse_object
 from v41jax.serving.protocol import Call, Model, parse_chat, parse_completion
 from v41jax.serving.worker import Failed, Worker
+from v41jax.tickets import Busy, Ticket, Update
 
 BYTES_A_TOKEN = 16  # of a body: no sensible prompt takes more, escaped
 SMALLEST_LIMIT = 1 << 20  # bytes of a body that are read whatever the capacity

@@ -24,6 +24,7 @@ def text(worker: Worker, counts: Counts) -> str:
         ("v41jax_requests_running", "gauge", "Requests in a slot or being prefilled", {"": engine.running}),
         ("v41jax_slots", "gauge", "Slots there are", {"": engine.layout.slots}),
         ("v41jax_prompt_tokens_total", "counter", "Prompt tokens of admitted requests", {"": done.prompt_tokens}),
+        ("v41jax_reused_tokens_total", "counter", "Of them, taken from known prefixes", {"": done.reused_tokens}),
         ("v41jax_made_tokens_total", "counter", "Tokens made", {"": done.made_tokens}),
         ("v41jax_chunks_total", "counter", "Chunks of prompts run", {"": done.chunks}),
         ("v41jax_steps_total", "counter", "Decoding steps run", {"": done.steps}),

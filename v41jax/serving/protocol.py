@@ -11,11 +11,11 @@ from tokenizers import Tokenizer
 from v41jax import chat
 from v41jax.chat import AnswerText, Message, Style
 from v41jax.config import Config
-from v41jax.engine import Request
 from v41jax.sampling import ALTERNATIVES, Sampling
 from v41jax.serving.fields import BadRequest, Fields
 from v41jax.slots import Layout
 from v41jax.text import RowText
+from v41jax.tickets import Request
 
 MOST_CHOICES = 64  # answers to one call
 MOST_STOPS, LONGEST_STOP = 16, 256  # strings, and characters of one

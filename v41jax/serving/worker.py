@@ -4,7 +4,8 @@ import logging
 import threading
 from collections.abc import Callable
 
-from v41jax.engine import Engine, Request, Ticket, Update
+from v41jax.engine import Engine
+from v41jax.tickets import Request, Ticket, Update
 
 log = logging.getLogger(__name__)
 
