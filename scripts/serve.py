@@ -32,9 +32,7 @@ def parse(argv):
     parser.add_argument("--drafts", action="store_true", help="speculative decoding with the model's draft stages")
     parser.add_argument("--memory", type=int, help="bytes on the device (default: all)", default=argparse.SUPPRESS)
     parser.add_argument("--prefix-bytes", type=int, default=0, help="host memory for prefixes of prompts; 0 keeps none")
-    parser.add_argument(
-        "--prefixes", type=pathlib.Path, help="directory that keeps them while this server does not run"
-    )
+    parser.add_argument("--prefixes", type=pathlib.Path, help="directory that keeps them between runs")
     parser.add_argument("--queue", type=int, default=256, help="requests that may wait; more are answered with 429")
     parser.add_argument("--first-token", type=float, default=60, help="seconds a caller waits for the first token")
     parser.add_argument("--answer", type=float, default=600, help="seconds a caller waits for the end of the answer")

@@ -134,7 +134,8 @@ def differing(got, want):
 def test_a_known_prefix_changes_no_bit_of_the_state(engine, cold, monkeypatch):
     rng = np.random.default_rng(8)
     first = rng.integers(3, 500, 66).tolist()
-    for shared, length, reused in ((66, 66, 48), (50, 60, 32), (64, 70, 48), (33, 75, 16), (16, 40, 0), (66, 67, 48)):
+    # The fourth chunk of 66 and of 67 tokens enters the decoder, that of 70 does not: another program made its entries.
+    for shared, length, reused in ((66, 66, 48), (50, 60, 32), (64, 70, 32), (33, 75, 16), (16, 40, 0), (66, 67, 48)):
         prompt = [*first[:shared], *rng.integers(3, 500, length - shared).tolist()]
         want, before = state_of(cold, prompt), engine.counts.reused_tokens
         engine.prefixes = Prefixes(1 << 20)
@@ -273,7 +274,7 @@ def test_a_context_that_does_not_fit_is_refused_with_one_that_does():
     memory.check(CFG, dataclasses.replace(layout, capacity=100), memory=weights + room, weights=weights)
     with pytest.raises(ValueError, match="no capacity fits; take fewer slots"):
         Engine(served.params(), CFG, layout, memory_bytes=weights)
-    with pytest.raises(ValueError, match="1000 for working; .* the largest capacity that fits is 98;"):
+    with pytest.raises(ValueError, match=r"1000 for working; .* the largest capacity that fits is 98;"):
         memory.check(CFG, layout, memory=weights + room, weights=weights, scratch=1000)
     released = Layout(slots=1, capacity=1 << 20)
     assert memory.cache_bytes(v41_flash, released) == pytest.approx(2 * 890 * 2**20, rel=0.01)
