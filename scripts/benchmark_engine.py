@@ -94,9 +94,8 @@ def long_context(length: int, chunk: int):
     layout = Layout(slots=1, capacity=length + 128, prefill_chunk=chunk)
     engine = Engine(params, cfg, layout)
     engine.warm()
-    print(
-        f"caches {memory.cache_bytes(cfg, layout) / 1e6:.1f} MB, programs {engine.programs.scratch_bytes() / 1e6:.1f} MB"
-    )
+    caches, scratch = memory.cache_bytes(cfg, layout), engine.programs.scratch_bytes()
+    print(f"caches {caches / 1e6:.1f} MB, programs for working {scratch / 1e6:.1f} MB")
     prompt = prompt_of(np.random.default_rng(0), length)
     ticket, started, first = engine.submit(Request(prompt=prompt, max_new_tokens=64)), time.perf_counter(), 0.0
     while not engine.idle:
