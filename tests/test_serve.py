@@ -351,7 +351,15 @@ class Broken:
 
 def test_limits_and_failures_are_told(model, caplog):
     slow = Broken()
-    with served.serving(make_app(Worker(slow), model, Limits(first_token=0.05))) as server:
+    with served.serving(make_app(Worker(slow), model, Limits(first_token=0.05, body=0.05))) as server:
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=PATIENCE)
+        with contextlib.closing(connection):
+            connection.putrequest("POST", "/v1/completions")
+            connection.putheader("Content-Length", "100")
+            connection.endheaders(b'{"prompt"')
+            response = connection.getresponse()
+            assert response.status == 408
+            assert b"the body has not come within 0.05 seconds" in response.read()
         status, _, answer = call(server, "/v1/completions", OK)
         assert status == 504
         assert answer["error"]["message"] == "the first token has not come within 0.05 seconds"

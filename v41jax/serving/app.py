@@ -29,8 +29,9 @@ SMALLEST_LIMIT = 1 << 20  # bytes of a body that are read whatever the capacity
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How long a caller may wait, in seconds."""
+    """How long a caller may wait, and be waited for, in seconds."""
 
+    body: float = 30.0  # for all of the body to come
     first_token: float = 60.0  # from the call to the first token of every answer
     answer: float = 600.0  # from the call to its end
 
@@ -166,11 +167,15 @@ class Server:
 
     async def _body(self, request: Request) -> bytes:
         parts, size = [], 0
-        async for part in request.stream():
-            parts.append(part)
-            size += len(part)
-            if size > self._most_bytes:
-                raise BadRequest(f"the body is over {self._most_bytes} bytes", status=413)
+        try:
+            async with asyncio.timeout(self._limits.body):
+                async for part in request.stream():
+                    parts.append(part)
+                    size += len(part)
+                    if size > self._most_bytes:
+                        raise BadRequest(f"the body is over {self._most_bytes} bytes", status=413)
+        except TimeoutError:
+            raise BadRequest(f"the body has not come within {self._limits.body:g} seconds", status=408) from None
         return b"".join(parts)
 
 
