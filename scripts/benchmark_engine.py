@@ -16,7 +16,8 @@ import time
 import jax
 import numpy as np
 
-from v41jax import config, init_params, memory, model
+from v41jax import config, load_checkpoint, memory, model
+from v41jax.assets import BUILT_IN
 from v41jax.engine import Engine
 from v41jax.sampling import Sampling
 from v41jax.slots import Layout
@@ -31,9 +32,9 @@ def peak() -> str:
 
 
 def tiny(positions: int = 8192):
-    """The tiny model with random weights, and room for so many positions."""
-    cfg = dataclasses.replace(config.tiny, max_position_embeddings=positions)
-    return cfg, jax.jit(init_params, static_argnums=0)(cfg, jax.random.key(0))
+    """The tiny model that ships, its weights packed, with room for so many positions."""
+    cfg, params = load_checkpoint(BUILT_IN, dtype="float32")
+    return dataclasses.replace(cfg, max_position_embeddings=positions), params
 
 
 def prompt_of(rng: np.random.Generator, length: int) -> list[int]:
