@@ -141,14 +141,14 @@ def load(url: str, callers: int, seconds: float):
     asked = [{"prompt": p, "max_tokens": 24, "temperature": i % 2, "seed": 5} for i, p in enumerate(prompts)]
 
     async def answer(client, body):
-        parts, usage = [], None
+        parts, tokens = [], 0
         stream = await client.completions.create(
             model=name, stream=True, stream_options={"include_usage": True}, **body
         )  # fmt: skip
         async for piece in stream:
             parts += [choice.text for choice in piece.choices]
-            usage = piece.usage or usage
-        return "".join(parts), usage.completion_tokens
+            tokens = piece.usage.completion_tokens if piece.usage else tokens
+        return "".join(parts), tokens
 
     async def caller(client, number, want, end, counts):
         while time.monotonic() < end:

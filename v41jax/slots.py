@@ -198,7 +198,7 @@ class Programs:
             bar = tqdm(compiled, total=len(lowered), desc="compile", unit="program", disable=None, leave=False)
             self._compiled |= dict(zip(lowered, bar, strict=True))
 
-    @property
+    @functools.cached_property
     def block(self):
         """What a block of a prefix is, in ShapeDtypeStructs."""
         take = functools.partial(prefixes.take, chunk=self._layout.prefill_chunk)
