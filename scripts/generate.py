@@ -5,13 +5,16 @@ Text goes to standard output, figures to standard error. Prompts given as token 
 
 import argparse
 import dataclasses
+import functools
 import pathlib
 import sys
 import time
 
 from v41jax import generate, load_checkpoint, load_config, tree
 from v41jax.assets import BUILT_IN
+from v41jax.sampling import Sampling
 from v41jax.text import RowIds, RowText, load_tokenizer
+from v41jax.tickets import Request
 
 DEFAULT_PROMPT = "def fibonacci(n):"
 
@@ -27,6 +30,10 @@ def parse(argv):
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the best token")
     parser.add_argument("--top-k", type=int, default=0, help="draw from the k best tokens; 0 from all")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the best tokens that sum to this")
+    parser.add_argument("--drafts", action="store_true", help="speculative decoding with the model's draft stages")
+    parser.add_argument(
+        "--least-chance", type=float, default=0.0, help="verify drafts while their confidence gives them this chance"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     parser.add_argument("--stop", action="append", default=[], help="text that ends an answer; may be repeated")
     parser.add_argument(
@@ -65,22 +72,14 @@ def read_prompts(args, cfg, tokenizer) -> list[list[int]]:
     return prompts
 
 
-def open_rows(args, cfg, tokenizer, batch: int) -> list:
-    """Starts an answer per prompt: in token ids where all prompts are, else in text."""
+def reader(args, cfg, tokenizer):
+    """Picks what reads an answer: token ids where all prompts are, else text."""
     if tokenizer is None or (args.token_ids and not args.prompt and not args.prompt_file):
         if args.stop:
             raise ValueError("--stop ends answers in text; these prompts are token ids, answered in token ids")
-        return [RowIds(end_token=cfg.eos_token_id) for _ in range(batch)]
-    return [RowText(tokenizer, tuple(args.stop), cfg.eos_token_id) for _ in range(batch)]
-
-
-def answer(rows: list, tokens, pieces: list[list[str]]) -> bool:
-    """Feeds one token to every row; returns whether all rows have ended. A single row is printed as it comes."""
-    for row, token, piece in zip(rows, tokens.tolist(), pieces, strict=True):
-        piece.append(row.feed(token))
-    if len(rows) == 1:
-        print(pieces[0][-1], end="", flush=True)
-    return all(row.ended for row in rows)
+        return functools.partial(RowIds, end_token=cfg.eos_token_id)
+    RowText(tokenizer, tuple(args.stop))  # refuses bad stop strings now
+    return functools.partial(RowText, tokenizer, tuple(args.stop), cfg.eos_token_id)
 
 
 def run(args):
@@ -90,10 +89,14 @@ def run(args):
         cfg = dataclasses.replace(cfg, formats=dataclasses.replace(cfg.formats, activation="fp8_e8m0_32"))
     tokenizer = load_tokenizer(args.checkpoint)
     prompts = read_prompts(args, cfg, tokenizer)
-    sampling = generate.Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-    limits = {"max_new_tokens": args.max_new_tokens, "prefill_chunk": args.prefill_chunk}
-    generate.check_request(prompts, cfg=cfg, **limits)  # before minutes of loading
-    rows = open_rows(args, cfg, tokenizer, len(prompts))
+    settings = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    read = reader(args, cfg, tokenizer)
+    requests = [
+        Request(prompt=ids, max_new_tokens=args.max_new_tokens, settings=settings, seed=args.seed + row, reader=read)
+        for row, ids in enumerate(prompts)
+    ]
+    drafts = {"drafts": args.drafts, "least_chance": args.least_chance}
+    layout = generate.layout_for(requests, cfg=cfg, prefill_chunk=args.prefill_chunk, **drafts)  # before loading
 
     started = time.perf_counter()
     dtype = args.dtype or ("float32" if args.checkpoint == BUILT_IN else "bfloat16")
@@ -101,18 +104,18 @@ def run(args):
     loaded, seconds = tree.nbytes(params), time.perf_counter() - started
     print(f"load     {loaded / 1e6:.1f} MB in {seconds:.2f} s ({loaded / 1e9 / seconds:.3f} GB/s)", file=sys.stderr)
 
-    pieces = [[] for _ in prompts]
-    stats = generate.Stats()
-    for tokens in generate.stream(params, prompts, cfg=cfg, sampling=sampling, seed=args.seed, stats=stats, **limits):
-        if answer(rows, tokens, pieces):
-            break
-    for number, (row, piece) in enumerate(zip(rows, pieces, strict=True)):
-        rest = row.flush()
-        print(rest if len(rows) == 1 else f"=== prompt {number}\n{''.join(piece)}{rest}")
-    report(stats)
+    answers, stats = [""] * len(prompts), generate.Stats()
+    for number, update in generate.stream(params, requests, cfg=cfg, layout=layout, stats=stats):
+        new = "".join(token.text for token in update.tokens) + (update.rest or "")
+        answers[number] += new
+        if len(prompts) == 1:
+            print(new, end="", flush=True)
+    for number, answer in enumerate(answers):
+        print("" if len(prompts) == 1 else f"=== prompt {number}\n{answer}")
+    report(stats, len(prompts))
 
 
-def report(stats: generate.Stats):
+def report(stats: generate.Stats, batch: int):
     """Prints what the run cost."""
     prefill_rate = stats.prefill_tokens / stats.prefill_seconds
     print(f"compile  {stats.compile_seconds:.1f} s", file=sys.stderr)
@@ -121,16 +124,16 @@ def report(stats: generate.Stats):
         file=sys.stderr,
     )
     if stats.decode_steps:
-        tokens = stats.decode_steps * stats.batch
+        tokens = stats.decode_tokens
         rate, step = tokens / stats.decode_seconds, stats.decode_seconds / stats.decode_steps
         print(
-            f"decode   {tokens} tokens in {stats.decode_seconds:.3f} s"
-            f" ({rate:.1f} tokens/s, {1e3 * step:.2f} ms a step)",
+            f"decode   {tokens} tokens in {stats.decode_seconds:.3f} s ({rate:.1f} tokens/s, {1e3 * step:.2f} ms a"
+            f" step, {tokens / stats.decode_steps / batch:.2f} tokens a step and row)",
             file=sys.stderr,
         )
     print(
-        f"cache    {stats.cache_bytes} bytes for {stats.batch} x {stats.capacity} tokens, of them"
-        f" {stats.batch} x {stats.window_bytes} of window rows; {stats.token_bytes} bytes a token",
+        f"cache    {stats.cache_bytes} bytes for {batch} + 1 rows of {stats.capacity} tokens, of a row"
+        f" {stats.window_bytes} are window rows; {stats.token_bytes} bytes a token",
         file=sys.stderr,
     )
 

@@ -30,6 +30,16 @@ MICRO = dataclasses.replace(  # every role once, nothing quantised; compiles fas
     formats=config.UNQUANTIZED,
 )
 
+DRAFTING = dataclasses.replace(  # state of every kind, and a draft stage; the least that speculative decoding has
+    MICRO,
+    num_hidden_layers=3,
+    compress_ratios=(0, 2, 1),
+    index_source_layer_ids=(1, 2),
+    num_nextn_predict_layers=1,
+    dspark_target_layer_ids=(1, 2),
+    dspark_noise_token_id=5,
+)
+
 run = jax.jit(model.run, static_argnames=("cfg", "mode", "read"))
 decoded = jax.jit(functools.partial(quant.dequantize, dtype=jnp.float32))
 

@@ -89,7 +89,7 @@ def test_rows_are_indexed_by_sequence_and_row():
 
 def pool(batch, entries, width=4):
     plane = quant.quantize(jnp.zeros((batch, entries, width)), None)
-    return EntryPool(plane, plane, jnp.zeros((batch, 0, width)), jnp.zeros((batch, 0, width)))
+    return EntryPool(plane, plane, *[jnp.zeros((batch, 0, width))] * 2, jnp.zeros((batch,), jnp.int32))
 
 
 @X64

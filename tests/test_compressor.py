@@ -33,7 +33,7 @@ def weights(rng, ratio, dtype=jnp.float32):
 
 def empty_pool(batch, ratio, entries=16):
     planes = [quantize(jnp.zeros((batch, entries, n)), None) for n in (H, cfg.index_head_dim)]
-    return EntryPool(*planes, *[jnp.zeros((batch, ratio - 1, H), jnp.float32)] * 2)
+    return EntryPool(*planes, *[jnp.zeros((batch, ratio - 1, H), jnp.float32)] * 2, jnp.zeros((batch,), jnp.int32))
 
 
 def compress(params, x, pool, start, length, ratio):

@@ -9,14 +9,18 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # A module imports from rows above its own only.
 LAYERS = [
-    {"config", "quant", "safetensors", "text", "assets"},
-    {"config_json", "tree", "layers", "rope"},
+    {"config", "quant", "safetensors", "text", "assets", "sampling"},
+    {"config_json", "tree", "layers", "rope", "chat"},
     {"cache", "sharding"},
     {"compressor", "indexer", "attention", "mhc", "moe", "engram"},
     {"model"},
-    {"inference", "release"},
+    {"inference", "release", "prefixes"},
     {"drafts", "checkpoint"},
-    {"generate", "training"},
+    {"speculate"},
+    {"slots"},
+    {"tickets", "memory"},
+    {"engine"},
+    {"generate", "serving", "training"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 BOTTOM = {"config", "safetensors", "text", "assets"}  # these import nothing of ours

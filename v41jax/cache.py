@@ -74,12 +74,15 @@ class EntryPool:
 
     entries: main KV, [B, S, H]; keys: index keys, [B, S, J]; S = capacity // m entries.
     partial_kv, partial_gate: f32 [B, m - 1, H], rows of the incomplete group, zeros behind them.
+    kept_B: i32, so many first entries stay as they are: those of a prefix that was put there, and is fed once more in
+      part only to fill the windows (prefill.md, replay).
     """
 
     entries: Packed
     keys: Packed
     partial_kv: jax.Array
     partial_gate: jax.Array
+    kept_B: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -120,6 +123,7 @@ def init_cache(cfg: Config, batch: int, capacity: int) -> Cache:
                 keys=_empty(batch, capacity // ratio, cfg.index_head_dim, cfg.formats.index),
                 partial_kv=jnp.zeros((batch, ratio - 1, cfg.head_dim), jnp.float32),
                 partial_gate=jnp.zeros((batch, ratio - 1, cfg.head_dim), jnp.float32),
+                kept_B=jnp.zeros((batch,), jnp.int32),
             )
         )
     history = cfg.engram_max_ngram_size - 1 if cfg.engram_layer_ids else 0
@@ -171,7 +175,9 @@ def append_entries(pool: EntryPool, entries: Packed, keys: Packed, first_B, coun
     An entry past the capacity is dropped; `prefill` and `decode` refuse such a call before it runs.
     """
     group = jnp.arange(entries.codes.shape[1], dtype=jnp.int32)
-    index_BG = jnp.where(group < count_B[:, None], first_B[:, None] + group, DROP)
+    entry_BG = first_B[:, None] + group
+    new_BG = (group < count_B[:, None]) & (entry_BG >= pool.kept_B[:, None])
+    index_BG = jnp.where(new_BG, entry_BG, DROP)
     return dataclasses.replace(
         pool, entries=put_rows(pool.entries, index_BG, entries), keys=put_rows(pool.keys, index_BG, keys)
     )

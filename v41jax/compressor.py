@@ -4,6 +4,8 @@ Groups do not overlap and have no position bias. A group that a call leaves inco
 values and gates, so that any split of a prompt makes the same entries.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -58,4 +60,4 @@ def compress(params, x_BTD, pool: EntryPool, *, span: Span, ratio: int, cfg: Con
     gate, partial_gate = regroup(pool.partial_gate, gate)
     latent = jnp.sum(jax.nn.softmax(gate, axis=2) * kv, axis=2)
     latent = rms_norm(latent, params["norm"], cfg.rms_norm_eps).astype(x_BTD.dtype)
-    return latent, complete_B, EntryPool(pool.entries, pool.keys, partial_kv, partial_gate)
+    return latent, complete_B, dataclasses.replace(pool, partial_kv=partial_kv, partial_gate=partial_gate)

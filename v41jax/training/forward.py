@@ -150,7 +150,7 @@ def _compress(weights, x_BTD, documents: Documents, *, layer: LayerSpec, cfg: Co
     """Makes the entries and index keys of a row. A group that is not of one document makes some too: none sees it."""
     nothing = jnp.zeros((x_BTD.shape[0], layer.ratio - 1, cfg.head_dim), jnp.float32)
     empty = Packed(nothing, nothing, None)
-    pool = EntryPool(empty, empty, nothing, nothing)
+    pool = EntryPool(empty, empty, nothing, nothing, jnp.zeros((x_BTD.shape[0],), jnp.int32))
     latent, _, _ = compressor.compress(weights["compressor"], x_BTD, pool, span=documents, ratio=layer.ratio, cfg=cfg)
     frequency = layer_frequencies(cfg, compressed=True)
     position_BS = documents.position_BT[:, :: layer.ratio]

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint over the engine. Needs the extra `serve`."""
