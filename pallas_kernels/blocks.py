@@ -23,14 +23,19 @@ def by_query_block(fn: Callable, block: int, *arrays_BT):
     tokens = jax.tree.leaves(arrays_BT)[0].shape[1]
     if tokens <= block:
         return fn(*arrays_BT)
-    blocks = -(-tokens // block)
+    blocks = lax.map(lambda xs: fn(*xs), jax.tree.map(lambda a: split(a, block), arrays_BT))
+    return jax.tree.map(lambda a: join(a)[:, :tokens], blocks)
 
-    def split(a):
-        a = jnp.pad(a, [(0, 0), (0, blocks * block - tokens)] + [(0, 0)] * (a.ndim - 2), mode="edge")
-        return jnp.moveaxis(a.reshape(a.shape[0], blocks, block, *a.shape[2:]), 1, 0)
 
-    def join(a):
-        a = jnp.moveaxis(a, 0, 1)
-        return a.reshape(a.shape[0], blocks * block, *a.shape[3:])[:, :tokens]
+def split(a, block: int, fill=None):
+    """Cuts the second axis, of queries, into leading blocks; the last is filled up, None: with copies of the last."""
+    blocks = -(-a.shape[1] // block)
+    widths = [(0, 0), (0, blocks * block - a.shape[1])] + [(0, 0)] * (a.ndim - 2)
+    a = jnp.pad(a, widths, mode="edge") if fill is None else jnp.pad(a, widths, constant_values=fill)
+    return jnp.moveaxis(a.reshape(a.shape[0], blocks, block, *a.shape[2:]), 1, 0)
 
-    return jax.tree.map(join, lax.map(lambda xs: fn(*xs), jax.tree.map(split, arrays_BT)))
+
+def join(a):
+    """Undoes `split`, but for what was filled up."""
+    a = jnp.moveaxis(a, 0, 1)
+    return a.reshape(a.shape[0], a.shape[1] * a.shape[2], *a.shape[3:])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 HIGHEST = lax.Precision.HIGHEST  # else GPUs round float32 operands to TF32 and TPUs to bfloat16
+EXACT = {"precision": HIGHEST, "preferred_element_type": jnp.float32}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -23,7 +24,7 @@ def contract(subscripts: str, a, b):
 
 
 def _einsum(subscripts: str, a, b):
-    return jnp.einsum(subscripts, a, b, precision=HIGHEST, preferred_element_type=jnp.float32)
+    return jnp.einsum(subscripts, a, b, **EXACT)
 
 
 def _forward(subscripts: str, a, b):

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from v41jax import Config, load_checkpoint, load_config
 from v41jax.assets import BUILT_IN
 from v41jax.text import load_tokenizer
-from v41jax.training import corpus, evaluation
+from v41jax.training import corpus, evaluation, qat
 from v41jax.training.passkey import PasskeyTask
 from v41jax.training.progress import import_extra
 
@@ -88,7 +88,7 @@ def evaluate_one(args, path: pathlib.Path, cfg: Config, texts: list[str]) -> dic
     _, params = load_checkpoint(path, dtype=args.dtype)
 
     result = {"loss": {}, "passkey": {}}
-    for name, config in {"quantised": cfg, "plain": evaluation.without_quantized_caches(cfg)}.items():
+    for name, config in {"quantised": cfg, "plain": qat.without_quantized_caches(cfg)}.items():
         loss = evaluation.held_out_loss(
             params, held_out, cfg=config, length=args.loss_length, pieces=args.pieces, batch_size=args.batch_size
         )

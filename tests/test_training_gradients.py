@@ -10,7 +10,7 @@ from sessions import MICRO
 from test_training_forward import packed, weights
 
 from pallas_kernels import dispatch
-from pallas_kernels.gather_attention.reference import EXACT
+from pallas_kernels.products import EXACT
 from v41jax.training import forward
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

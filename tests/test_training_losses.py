@@ -132,20 +132,25 @@ def test_kl_gradient_is_softmax_minus_teacher():
     np.testing.assert_allclose(got, np.exp(scores) / np.exp(scores).sum() - mass, atol=NATS)
 
 
-def test_attend_all_is_attention_over_every_visible_entry_with_its_gradients():
+@pytest.mark.parametrize("block", [2, 5], ids=["blocks", "whole"])
+def test_attend_all_is_attention_over_every_visible_entry_with_its_gradients(block, monkeypatch):
     from pallas_kernels.gather_attention import gather_attention
 
-    a = lesson_arrays(4)
+    monkeypatch.setattr(distill, "fitting", lambda nbytes: block)
+    a = lesson_arrays(4, W=3)
+    count = np.array([[1, 1, 0, 2, 3], [1, 2, 3, 1, 2]], np.int32)  # of the rows that end in the query's own
+    index = np.arange(5)[:, None] + np.arange(-2, 1)
+    index = np.where(np.arange(2, -1, -1) < count[..., None], index, -1).astype(np.int32)
     lesson, _, entries, seen = parts(a)
     every = jnp.where(seen.seen(7), jnp.arange(7, dtype=jnp.int32), -1)
     floats = lesson.query_BTNH, lesson.sink_N, lesson.window.codes, entries.codes
 
     def gathered(query, sink, window, rows):
-        planes = (window, lesson.window.scales), a["window_index"], (rows, entries.scales), every
+        planes = (window, lesson.window.scales), index, (rows, entries.scales), every
         return gather_attention(query, sink, *planes, scale=0.5, window_format=None)
 
     def all_(query, sink, window, rows):
-        return distill.attend_all(query, sink, window, a["window_index"], rows, seen)
+        return distill.attend_all(query, sink, window, count, rows, seen, slots=3)
 
     weights = jnp.cos(jnp.arange(lesson.query_BTNH.size, dtype=jnp.float32)).reshape(lesson.query_BTNH.shape)
     for fn in (lambda f: f, lambda f: jax.grad(lambda *x: (f(*x) * weights).sum(), argnums=(0, 1, 2, 3))):

@@ -1,12 +1,10 @@
 """Gather packed rows, dequantise, two einsums around a softmax, some queries at a time."""
 
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.blocks import by_query_block, fitting
+from pallas_kernels.products import EXACT
 from pallas_kernels.quantize.reference import dequantize
-
-EXACT = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
 
 
 def gather_attention(

@@ -77,5 +77,9 @@ def weighted_relu(subscripts: str, query_BTIJ, weight_BTI, codes, scales, *, for
     keys = codes if format is None else dequantize(codes, scales, format=format, dtype=query_BTIJ.dtype)
     if keys.dtype != query_BTIJ.dtype:
         query_BTIJ, keys = query_BTIJ.astype(jnp.float32), keys.astype(jnp.float32)
-    dots = contract(subscripts, query_BTIJ, keys)
-    return contract("btis,bti->bts", jax.nn.relu(dots), weight_BTI)
+    return weighted_sum(contract(subscripts, query_BTIJ, keys), weight_BTI)
+
+
+def weighted_sum(product_BTIS, weight_BTI):
+    """Sum over heads of weight x relu(product), float32."""
+    return contract("btis,bti->bts", jax.nn.relu(product_BTIS), weight_BTI)

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.blocks import by_query_block, fitting
 from pallas_kernels.gather_attention.reference import gather
-from pallas_kernels.index_scores.reference import weighted_relu
+from pallas_kernels.index_scores.reference import weighted_relu, weighted_sum
 from pallas_kernels.products import contract
+from pallas_kernels.scatter import gathered_products
 from v41jax import quant
 from v41jax.cache import take_rows
 from v41jax.quant import Packed
@@ -53,14 +55,17 @@ def entry_range(documents: Documents, ratio: int) -> Range:
     return Range(documents.first_BT(ratio), documents.visible_BT(ratio))
 
 
-def _scores(query_BTNH, sink_N, windows_BTWH, seen_BTW, rows, seen_BTE):
+def _scores(query_BTNH, sink_N, windows, seen_BTW, rows, seen_BTE):
     """f32 scaled scores [B, T, N, W] and [B, T, N, E], -inf where not seen, and the log of each head's denominator.
 
-    `rows` are [B, E, H], the same for all queries, or [B, T, E, H].
+    `windows` and `rows` are [B, E, H], the same for all queries, or [B, T, E, H].
     """
     scale = jnp.float32(query_BTNH.shape[-1] ** -0.5)
-    near = contract("btnh,btwh->btnw", query_BTNH, windows_BTWH) * scale
-    far = contract("btnh,beh->btne" if rows.ndim == 3 else "btnh,bteh->btne", query_BTNH, rows) * scale
+
+    def score(rows):
+        return contract("btnh,beh->btne" if rows.ndim == 3 else "btnh,bteh->btne", query_BTNH, rows) * scale
+
+    near, far = score(windows), score(rows)
     near = jnp.where(seen_BTW[:, :, None], near, -jnp.inf)
     far = jnp.where(seen_BTE[:, :, None], far, -jnp.inf)
     sink = jnp.broadcast_to(sink_N[:, None], (*near.shape[:3], 1))
@@ -77,28 +82,35 @@ def log_mass(lessons: list[Lesson], window_BTW, rows, seen_BTE):
     return jax.nn.logsumexp(jnp.concatenate(parts, axis=2), axis=2)
 
 
-def attend_all(query_BTNH, sink_N, window_BTH, window_BTW, rows_BSH, seen: Range):
+def attend_all(query_BTNH, sink_N, window_BTH, count_BT, rows_BSH, seen: Range, *, slots: int):
     """Attends to the window and to every visible entry: what `gather_attention` does with all of them selected.
 
-    Window rows and entries are floats of the query's dtype; all of them, the query and the sink get gradients.
+    Query t sees the `count_BT` window rows, at most `slots`, that end in row t. Window rows and entries are finite
+    floats of the query's dtype; all of them, the query and the sink get gradients. A block of queries reads its window
+    rows in one piece, so that no gradient has to be added up row by row.
     """
+    T, S = query_BTNH.shape[1], rows_BSH.shape[1]
+    block = min(_queries_at_once(1, query_BTNH, slots, S), T)
+    window = jnp.pad(window_BTH, ((0, 0), (slots - 1, -T % block), (0, 0)))  # row t - back is at t + slots - 1 - back
+    back_QR = (jnp.arange(block) + slots - 1)[:, None] - jnp.arange(block + slots - 1)
 
     @jax.checkpoint
-    def attend(query, index, seen):
-        near_rows = jnp.where((index >= 0)[..., None], take_rows(window_BTH, index), 0)
-        near, far, total = _scores(query, sink_N, near_rows, index >= 0, rows_BSH, seen.seen(rows_BSH.shape[1]))
+    def attend(query, count, column, seen):
+        near_rows = lax.dynamic_slice_in_dim(window, column[0, 0], back_QR.shape[1], axis=1)
+        seen_near = (back_QR >= 0) & (back_QR < count[..., None])
+        near, far, total = _scores(query, sink_N, near_rows, seen_near, rows_BSH, seen.seen(S))
         near, far = (jnp.exp(part - total[..., None]).astype(query.dtype) for part in (near, far))
-        out = contract("btnw,btwh->btnh", near, near_rows) + contract("btne,beh->btnh", far, rows_BSH)
+        out = contract("btnw,bwh->btnh", near, near_rows) + contract("btne,beh->btnh", far, rows_BSH)
         return out.astype(query.dtype)
 
-    block = _queries_at_once(1, query_BTNH, window_BTW, rows_BSH.shape[1])
-    return by_query_block(attend, block, query_BTNH, window_BTW, seen)
+    column = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), count_BT.shape)
+    return by_query_block(attend, block, query_BTNH, count_BT, column, seen)
 
 
-def _queries_at_once(lessons: int, query_BTNH, window_BTW, rows: int):
+def _queries_at_once(lessons: int, query_BTNH, slots: int, rows: int):
     """Bounds the scores of a block of queries over so many rows, and the window rows that every query has to itself."""
     B, _, N, H = query_BTNH.shape
-    return fitting(4 * B * ((window_BTW.shape[2] + rows) * N * lessons + window_BTW.shape[2] * H))
+    return fitting(4 * B * ((slots + rows) * N * lessons + slots * H))
 
 
 def _blocks(fn, rows: int, lessons: list[Lesson], window_BTW, *arrays_BT):
@@ -109,7 +121,7 @@ def _blocks(fn, rows: int, lessons: list[Lesson], window_BTW, *arrays_BT):
         own = [lesson._replace(query_BTNH=query) for lesson, query in zip(lessons, queries, strict=True)]
         return fn(own, *arrays)
 
-    at_once = _queries_at_once(len(lessons), lessons[0].query_BTNH, window_BTW, rows)
+    at_once = _queries_at_once(len(lessons), lessons[0].query_BTNH, window_BTW.shape[2], rows)
     return by_query_block(block, at_once, [lesson.query_BTNH for lesson in lessons], window_BTW, *arrays_BT)
 
 
@@ -121,8 +133,7 @@ def sparse_kl(pupil: Pupil, lessons: list[Lesson], window_BTW, entries: Packed, 
         rows = quant.dequantize(take_rows(entries, entry), query.dtype)
         # An entry that is not seen may hold anything.
         mass = log_mass(lessons, window, jnp.where(seen[..., None], rows, 0), seen)
-        keys = jnp.where(seen[..., None], take_rows(pupil.key_BSJ, entry), 0)
-        scores = weighted_relu("btij,btsj->btis", query, weight, keys, None, format=None)
+        scores = weighted_sum(gathered_products(query, pupil.key_BSJ.astype(query.dtype), entry), weight)
         return losses.kl(mass, scores, seen)
 
     return _blocks(block, entry_BTK.shape[2], lessons, window_BTW, pupil.query_BTIJ, pupil.weight_BTI, entry_BTK)

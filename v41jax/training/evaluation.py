@@ -28,11 +28,6 @@ class Loss(NamedTuple):
     tokens: int
 
 
-def without_quantized_caches(cfg: Config) -> Config:
-    """The same model with window, entries and index keys kept in float32."""
-    return dataclasses.replace(cfg, formats=config.UNQUANTIZED)
-
-
 def without_pool(cfg: Config) -> Config:
     """The same model whose Reindex layers score every entry; it has the same weights."""
     return dataclasses.replace(cfg, candidate_source_layer_id=None)

@@ -13,7 +13,7 @@ from v41jax import checkpoint, config_json, engram, model
 from v41jax.config import Config
 from v41jax.release import TOKENIZER
 from v41jax.text import load_tokenizer
-from v41jax.training import corpus, data, export, loop, lora, packing, step
+from v41jax.training import corpus, data, export, loop, lora, packing, qat, step
 from v41jax.training.corpus import Corpus
 from v41jax.training.optimizer import make_optimizer
 from v41jax.training.passkey import PasskeyTask
@@ -78,6 +78,8 @@ def make_batches(start: Start, text: Corpus, stage: Stage, *, settings: Settings
 
 def begin_stage(stage: Stage, params: model.Params, *, settings: Settings, cfg: Config):
     """Makes a stage's first state and its jitted step."""
+    if not stage.caches:
+        cfg = qat.without_quantized_caches(cfg)
     optimizer = make_optimizer(stage, params, cfg=cfg, weight_decay=settings.weight_decay)
     options = step.Options(
         stage=stage.kind,

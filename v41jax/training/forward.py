@@ -197,7 +197,8 @@ def _attend(
     if dense and taught is not None:
         rows = _straight_through(row, window), _straight_through(source.entry_BSH, source.entries)
         seen = distill.entry_range(documents, layer.ratio)
-        out = distill.attend_all(query, weights["attn_sink"], rows[0], window_BTW, rows[1], seen)
+        count_BT, slots = jnp.sum(window_BTW >= 0, axis=-1, dtype=jnp.int32), cfg.sliding_window
+        out = distill.attend_all(query, weights["attn_sink"], rows[0], count_BT, rows[1], seen, slots=slots)
     else:
         out = gather_attention(
             query, weights["attn_sink"], (window.codes, window.scales), window_BTW, planes, chosen, (row, entry),

@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from v41jax import model, quant, tree
+from v41jax import config, model, quant, tree
 from v41jax.config import Config
 from v41jax.quant import Packed
 from v41jax.training import lora
@@ -43,3 +43,8 @@ def compute_weights(master: model.Params, *, cfg: Config, dtype, weights: bool) 
         return value
 
     return jax.tree_util.tree_map_with_path(one, model.specs(cfg), master, is_leaf=tree.is_spec)
+
+
+def without_quantized_caches(cfg: Config) -> Config:
+    """The same model with window, entries and index keys kept in float32."""
+    return dataclasses.replace(cfg, formats=config.UNQUANTIZED)

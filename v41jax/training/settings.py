@@ -24,7 +24,8 @@ class Stage:
     # dense: all of the backbone but its indexers, attention over all visible entries; warmup: indexers alone, taught by
     # such attention; sparse: all of the backbone, attention over what indexers select; drafts: draft stages alone
     kind: Kind = "sparse"
-    qat: bool = False  # rounds weights to FP8 and FP4 in the forward pass; caches are rounded in every stage
+    qat: bool = False  # rounds weights to FP8 and FP4 in the forward pass
+    caches: bool = True  # rounds caches, index keys and index queries there, as inference stores them
     learning_rate: float = 1e-3  # at its highest
     warmup_steps: int = 0  # linear from 0
     decay_steps: int = 0  # cosine to a tenth, after a constant part
